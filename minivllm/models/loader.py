@@ -1,0 +1,122 @@
+"""Weights into a model: stream safetensors files into the model's slots, or fill it at random.
+
+    slots: checkpoint name -> view of a parameter          (the model says what it needs) files:
+    model.safetensors, or shards named by model.safetensors.index.json   (the directory says what there is)
+
+Invariant: a load that returns has filled every slot exactly from a tensor of that name and shape, and has
+ignored nothing but what a model of that kind is known to carry unused. Otherwise one CheckpointError lists
+everything that does not fit. Tensors are read one at a time, so the peak is the model plus its largest
+tensor.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from minivllm.checkpoints.errors import CheckpointError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+# Older exports carry the rotary table; the model computes its own.
+_UNUSED = re.compile(r".*\.rotary_emb\.inv_freq")
+_MAX_LISTED = 10
+_DUMMY_STD = 0.02
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint directory. Raises CheckpointError if there are none or one is
+    missing."""
+    if (directory / SINGLE_FILE).is_file():
+        return [directory / SINGLE_FILE]
+    index = directory / INDEX_FILE
+    if not index.is_file():
+        raise CheckpointError(
+            f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}: save the model in safetensors form, "
+            'or use load_format="dummy" for random weights'
+        )
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise CheckpointError(f"{index} is not a safetensors index: download it again") from None
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{directory} lacks {_listed(missing)}, named in {INDEX_FILE}: download the missing shards"
+        )
+    return [directory / name for name in names]
+
+
+def load_weights(
+    slots: Iterable[tuple[str, torch.Tensor]], directory: Path, ignored: frozenset[str] = frozenset()
+) -> None:
+    """Copies every tensor of the checkpoint into the slot of its name, converting to the slot's dtype and
+    device.
+
+    `ignored` names tensors that may be there without a slot (the head's, when it is tied). Raises
+    CheckpointError that lists missing, unexpected and wrongly shaped tensors, or that names an unreadable
+    file.
+    """
+    waiting = dict(slots)
+    filled: set[str] = set()
+    unexpected: list[str] = []
+    misshapen: list[str] = []
+    for path in weight_files(directory):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (a safe_open handle is no dict)
+                    slot = waiting.get(name)
+                    if slot is None:
+                        if name not in ignored and not _UNUSED.fullmatch(name):
+                            unexpected.append(name)
+                        continue
+                    filled.add(name)
+                    shape = tuple(file.get_slice(name).get_shape())
+                    if shape == tuple(slot.shape):
+                        slot.copy_(file.get_tensor(name))
+                    else:
+                        misshapen.append(f"{name} is {shape}, should be {tuple(slot.shape)}")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{path} is not a readable safetensors file ({error}): download it again"
+            ) from None
+    problems = [
+        f"{kind}: {_listed(names)}"
+        for kind, names in (
+            ("missing", [name for name in waiting if name not in filled]),
+            ("unexpected", unexpected),
+            ("wrong shape", misshapen),
+        )
+        if names
+    ]
+    if problems:
+        raise CheckpointError(
+            f"the tensors in {directory} do not fit its config.json. " + ". ".join(problems)
+        )
+
+
+def fill_dummy(model: nn.Module, seed: int) -> None:
+    """Random weights, made on the model's own device: the shapes and speed of a model without its download.
+
+    Norm weights stay 1 and all others are normal with a small deviation, so activations stay finite through
+    any number of layers, in float16 too.
+    """
+    generators: dict[torch.device, torch.Generator] = {}
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            continue
+        device = parameter.device
+        if device not in generators:
+            generators[device] = torch.Generator(device).manual_seed(seed)
+        parameter.normal_(0.0, _DUMMY_STD, generator=generators[device])
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:_MAX_LISTED])
+    rest = len(names) - _MAX_LISTED
+    return f"{shown} and {rest} more" if rest > 0 else shown
