@@ -1,0 +1,158 @@
+"""The engine's settings: one plain dataclass, validated where it is made, without torch.
+
+Names are vLLM's where vLLM has one. A value that cannot work is refused here, by name, with what would work; an
+option whose piece is not built yet is refused by name until it is. What depends on the model (its longest
+context, its cache size) is resolved later, by `resolve_max_model_len` and by the KV cache manager.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+SUPPORTED_DTYPES = ("auto", "float32", "float16", "bfloat16")
+ATTENTION_BACKENDS = ("auto", "reference", "torch")
+DEFAULT_BLOCK_SIZE = 16
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work; the message names it and says what would."""
+
+
+@dataclass
+class EngineConfig:
+    """Everything an engine is built from.
+
+    Sizes are in tokens unless the name says otherwise. `max_num_batched_tokens` is the token budget of one step,
+    `max_num_seqs` the most requests that run at the same time over the whole life of the engine.
+    """
+
+    model: str
+    load_format: str = "auto"
+    """ "auto" reads safetensors; "dummy" fills random weights, so that only a config.json is needed."""
+    skip_tokenizer_init: bool = False
+    """Take and give token ids only; no tokenizer is loaded."""
+    dtype: str = "auto"
+    """ "auto": the checkpoint's own dtype on a GPU, float32 on a CPU."""
+    device: str = "auto"
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    block_size: int | None = None
+    """Tokens in one KV cache block; None means 16."""
+    num_gpu_blocks_override: int | None = None
+    """Number of KV cache blocks; None measures the free memory (of a CPU too)."""
+    gpu_memory_utilization: float = 0.9
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    """Longest prefill chunk of one request in one step; 0 means no limit of its own."""
+    scheduling_policy: str = "fcfs"
+    attention_backend: str = "auto"
+    gemm_backend: str = "auto"
+    speculative_config: dict[str, Any] | None = None
+    pipeline_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+    pp_token_feedback: str = "scheduler"
+    async_scheduling: bool = False
+    enforce_eager: bool = False
+    """Never capture CUDA graphs. None are captured yet, so both values run the same code."""
+    seed: int = 0
+
+    num_speculative_tokens: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._check_choices()
+        self._check_sizes()
+        self._refuse_what_is_not_built()
+
+    def _check_choices(self) -> None:
+        _check_in("load_format", self.load_format, ("auto", "dummy"))
+        _check_in("dtype", self.dtype, SUPPORTED_DTYPES)
+        _check_in("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
+        _check_in("kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8"))
+        _check_in("pp_token_feedback", self.pp_token_feedback, ("scheduler", "broadcast"))
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError("model must be a model's name or the path of its directory, not empty")
+        if not (self.device in ("auto", "cpu", "cuda") or self.device.startswith("cuda:")):
+            raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, not {self.device!r}")
+
+    def _check_sizes(self) -> None:
+        _check_positive("max_num_seqs", self.max_num_seqs)
+        _check_positive("max_num_batched_tokens", self.max_num_batched_tokens)
+        _check_positive("pipeline_parallel_size", self.pipeline_parallel_size)
+        _check_positive("tensor_parallel_size", self.tensor_parallel_size)
+        for name in ("block_size", "num_gpu_blocks_override", "max_model_len"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], not {self.gpu_memory_utilization}")
+        if self.long_prefill_token_threshold < 0:
+            raise ConfigError(
+                f"long_prefill_token_threshold must be 0 (no limit) or positive, not "
+                f"{self.long_prefill_token_threshold}"
+            )
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError("max_model_len must be at least 2: one token of prompt and one of output")
+        needed = self.max_num_seqs * (self.num_speculative_tokens + 1)
+        if self.max_num_batched_tokens < needed:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is smaller than what {self.max_num_seqs} "
+                f"running requests need in one step ({needed} tokens): raise it to {needed} or lower "
+                f"max_num_seqs to {self.max_num_batched_tokens // (self.num_speculative_tokens + 1)}"
+            )
+
+    def _refuse_what_is_not_built(self) -> None:
+        """Options that architecture and command line already name, but that nothing serves yet."""
+        not_built = {
+            "quantization": self.quantization is not None,
+            "kv_cache_dtype": self.kv_cache_dtype != "auto",
+            "scheduling_policy": self.scheduling_policy != "fcfs",
+            "gemm_backend": self.gemm_backend != "auto",
+            "speculative_config": self.speculative_config is not None,
+            "pipeline_parallel_size": self.pipeline_parallel_size != 1,
+            "tensor_parallel_size": self.tensor_parallel_size != 1,
+            "pp_token_feedback": self.pp_token_feedback != "scheduler",
+            "async_scheduling": self.async_scheduling,
+        }
+        for name, is_set in not_built.items():
+            if is_set:
+                default = type(self).__dataclass_fields__[name].default
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is not built yet: leave it at its default ({default!r})"
+                )
+        if self.attention_backend in ("triton", "hopper"):
+            raise ConfigError(
+                f"attention_backend={self.attention_backend!r} is not built yet: use one of "
+                f"{', '.join(ATTENTION_BACKENDS)}"
+            )
+        _check_in("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+
+    def resolved_block_size(self) -> int:
+        """Tokens a block holds."""
+        return DEFAULT_BLOCK_SIZE if self.block_size is None else self.block_size
+
+    def resolve_max_model_len(self, longest_context: int) -> int:
+        """The longest request, prompt and output together, given what the model was trained for.
+
+        Raises:
+            ConfigError: `max_model_len` was set to more than the model's own positions.
+        """
+        if self.max_model_len is None:
+            return longest_context
+        if self.max_model_len > longest_context:
+            raise ConfigError(
+                f"max_model_len ({self.max_model_len}) is longer than the model's max_position_embeddings "
+                f"({longest_context}): lower it to at most {longest_context}"
+            )
+        return self.max_model_len
+
+
+def _check_in(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be a positive whole number, not {value!r}")

@@ -1,0 +1,62 @@
+"""The engine's heartbeat: schedule a step, let the workers run it, book the result.
+
+```
+    add_request -> Scheduler.schedule() -> SchedulerOutput -> worker -> ModelRunnerOutput
+                        ^                                                      |
+                        +------------- Scheduler.update_from_output() <--------+
+```
+"""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from minivllm.config import EngineConfig
+from minivllm.engine.kv_cache import KVCacheManager
+from minivllm.engine.messages import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
+from minivllm.engine.request import Request
+from minivllm.engine.scheduler import Scheduler
+
+
+class Worker(Protocol):
+    """What the engine asks of a worker; a model runner, or a double in a test."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput: ...
+
+
+class EngineCore:
+    """Scheduler and worker, one step at a time.
+
+    Args:
+        config: the engine's settings.
+        worker: runs the steps.
+        num_blocks: KV cache blocks that the worker has allocated.
+        max_model_len: longest request in tokens, after the model and the pool had their say.
+    """
+
+    def __init__(self, config: EngineConfig, worker: Worker, num_blocks: int, max_model_len: int) -> None:
+        self.worker = worker
+        self.scheduler = Scheduler(
+            KVCacheManager(num_blocks, config.resolved_block_size(), max_model_len, config.enable_prefix_caching),
+            max_model_len=max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+        )
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request; raises ValueError where it can never run."""
+        self.scheduler.add_request(request)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """End requests at once; their tokens on the way are dropped. Unknown ids are ignored."""
+        self.scheduler.abort(request_ids)
+
+    def has_unfinished_requests(self) -> bool:
+        return self.scheduler.num_unfinished_requests > 0
+
+    def step(self) -> list[EngineCoreOutput]:
+        """Run one step and return what is new, one entry for each request that got on."""
+        scheduler_output = self.scheduler.schedule()
+        model_output = self.worker.execute_model(scheduler_output)
+        return self.scheduler.update_from_output(scheduler_output, model_output)

@@ -1,0 +1,49 @@
+"""What the layers of one forward pass need to know and the model code does not: where the cache is, who sits where.
+
+The model runner sets the context around a forward pass; attention layers read it. Model code stays free of batch
+details: it sees a flat list of tokens with their positions.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from minivllm.attention.backend import AttentionBackend
+    from minivllm.attention.metadata import AttentionMetadata
+
+
+@dataclass
+class ForwardContext:
+    """One forward pass.
+
+    `kv_caches` maps an attention layer's name to its cache [2, num_blocks, block_size, num_kv_heads, head_dim].
+    """
+
+    attention_metadata: "AttentionMetadata"
+    attention_backend: "AttentionBackend"
+    kv_caches: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+_current: ForwardContext | None = None
+
+
+@contextmanager
+def set_forward_context(context: ForwardContext) -> Iterator[None]:
+    """Make `context` the current one for the body of the with statement."""
+    global _current
+    previous, _current = _current, context
+    try:
+        yield
+    finally:
+        _current = previous
+
+
+def get_forward_context() -> ForwardContext:
+    """The current forward pass; raises RuntimeError outside of one."""
+    if _current is None:
+        raise RuntimeError("no forward pass is running: wrap the call in set_forward_context(...)")
+    return _current

@@ -1,0 +1,1 @@
+"""The worker's room: everything that touches the model and the device."""
