@@ -54,6 +54,7 @@ if _interpret:
 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 _check_mode(_interpret)
 if _interpret:
@@ -61,4 +62,4 @@ if _interpret:
 
 INTERPRET = tl.constexpr(_interpret)
 
-__all__ = ["INTERPRET", "tl", "triton"]
+__all__ = ["INTERPRET", "TensorDescriptor", "tl", "triton"]

@@ -31,9 +31,19 @@ def dot(a, b, acc):
 
 
 @triton.jit
+def round_to(x, dtype: tl.constexpr):
+    """x, float32, rounded to dtype, to nearest even; the interpreter by itself would cut bfloat16 off."""
+    if INTERPRET and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
 def cap_scores(s, scale, softcap):
-    """softcap tanh(scale s / softcap), the cap of Gemma 2; tanh x = 1 - 2 / (e^2x + 1)."""
-    return softcap * (1.0 - 2.0 / (tl.exp2(2.0 * _LOG2E * scale / softcap * s) + 1.0)) * _LOG2E
+    """softcap tanh(scale s / softcap) in units of log2, the cap of Gemma 2; tanh x = 1 - 2 / (e^2x + 1)."""
+    e_2x = tl.exp2(s * (scale / softcap * 2.0 * _LOG2E))
+    return softcap * (1.0 - 2.0 / (e_2x + 1.0)) * _LOG2E
 
 
 @triton.jit
