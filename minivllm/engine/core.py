@@ -18,9 +18,11 @@ from minivllm.engine.scheduler import Scheduler
 
 
 class Worker(Protocol):
-    """What the engine asks of a worker; a model runner, or a double in a test."""
+    """What the engine asks of a worker; a model runner, or a double in a test. `reset` forgets all requests."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput: ...
+
+    def reset(self) -> None: ...
 
 
 class EngineCore:
@@ -56,7 +58,16 @@ class EngineCore:
         return self.scheduler.num_unfinished_requests > 0
 
     def step(self) -> list[EngineCoreOutput]:
-        """Run one step and return what is new, one entry for each request that got on."""
-        scheduler_output = self.scheduler.schedule()
-        model_output = self.worker.execute_model(scheduler_output)
-        return self.scheduler.update_from_output(scheduler_output, model_output)
+        """Run one step and return what is new, one entry for each request that got on.
+
+        A step that is cut short leaves counters ahead of the work and named blocks without their contents. Then all
+        requests are dropped, scheduler, cache and worker start afresh, and the exception goes on to the caller.
+        """
+        try:
+            scheduler_output = self.scheduler.schedule()
+            model_output = self.worker.execute_model(scheduler_output)
+            return self.scheduler.update_from_output(scheduler_output, model_output)
+        except BaseException:
+            self.scheduler = self._make_scheduler()
+            self.worker.reset()
+            raise

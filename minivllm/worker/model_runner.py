@@ -50,7 +50,11 @@ class ModelRunner:
         self.sampler = Sampler()
         self.kv_caches: dict[str, torch.Tensor] = {}
         self._allocate_kv_cache()
-        self.batch = PersistentBatch(config.max_num_seqs, self.max_model_len, self.block_size)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all requests."""
+        self.batch = PersistentBatch(self.config.max_num_seqs, self.max_model_len, self.block_size)
 
     def _allocate_kv_cache(self) -> None:
         layers = self.model.attention_layers()

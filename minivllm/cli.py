@@ -1,0 +1,169 @@
+"""`python -m minivllm …`: generate text, fetch and list models, run benchmarks.
+
+Text goes to stdout, everything about it (progress, speed, errors) to stderr. Errors are one line and exit code 2;
+Ctrl-C ends with 130.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from minivllm.llm import LLM
+    from minivllm.outputs import RequestOutput
+    from minivllm.sampling_params import SamplingParams
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except ValueError as error:
+        print(f"minivllm: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nminivllm: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of a pipe has left (`| head`); there is nobody to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m minivllm", description="An LLM inference engine to learn from: generate text and look inside."
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_generate(commands)
+    fetch = commands.add_parser("fetch", help="download a named model", description="Download a named model.")
+    fetch.add_argument("name", help="a name that `models` lists")
+    fetch.set_defaults(run=_fetch)
+    models = commands.add_parser("models", help="list the named models", description="List the named models.")
+    models.set_defaults(run=_models)
+    bench = commands.add_parser(
+        "bench", help="measure and write result files", description="Measure and write result files."
+    )
+    bench_commands = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
+    from minivllm.bench.engine import add_arguments as add_engine_arguments
+
+    add_engine_arguments(bench_commands.add_parser("engine", help="throughput of the whole engine, with peers"))
+    return parser
+
+
+def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="complete prompts",
+        description="Complete prompts. One prompt is streamed as it is written; several run as a batch.",
+    )
+    parser.set_defaults(run=_generate)
+    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="the text to complete")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="name, directory or Hub id (default: %(default)s)")
+    parser.add_argument("--chat", action="store_true", help="treat each prompt as a question to an instruct model")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
+
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--max-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
+    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
+    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="default: all tokens")
+    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P", help="default: all tokens")
+    sampling.add_argument("--seed", type=int, metavar="S", help="makes a sampled text repeatable")
+    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
+
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16")
+    engine.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    engine.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt and output together")
+    engine.add_argument("--block-size", type=int, metavar="N", help="tokens in one KV cache block")
+    engine.add_argument("--attention-backend", default="auto", help="auto, torch or reference")
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from minivllm.llm import LLM
+    from minivllm.sampling_params import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        stop=arguments.stop,
+        ignore_eos=arguments.ignore_eos,
+    )
+    llm = LLM(
+        arguments.model,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        max_model_len=arguments.max_model_len,
+        block_size=arguments.block_size,
+        attention_backend=arguments.attention_backend,
+    )
+    prompts = arguments.prompts
+    if arguments.chat:
+        prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    start = time.perf_counter()
+    if len(prompts) == 1 and not arguments.json:
+        outputs = [_print_stream(llm, prompts[0], params)]
+    else:
+        run = llm.chat if arguments.chat else llm.generate
+        outputs = run(prompts, params, use_tqdm=sys.stderr.isatty())
+        for prompt, output in zip(arguments.prompts, outputs, strict=True):
+            _print_output(prompt, output, arguments.json)
+    _print_speed(outputs, time.perf_counter() - start)
+    return 2 if any(output.error for output in outputs) else 0
+
+
+def _print_stream(llm: "LLM", prompt: "str | list[dict[str, str]]", params: "SamplingParams") -> "RequestOutput":
+    with llm.stream(prompt, params) as stream:
+        for piece in stream:
+            print(piece, end="", flush=True)
+        print()
+        return stream.output
+
+
+def _print_output(prompt: str, output: "RequestOutput", as_json: bool) -> None:
+    if as_json:
+        record = dataclasses.asdict(output)
+        record["prompt"] = prompt
+        print(json.dumps(record, ensure_ascii=False))
+    elif output.error:
+        print(f"minivllm: error: {prompt!r}: {output.error}", file=sys.stderr)
+    else:
+        print(f"--- {prompt}\n{output.outputs[0].text}")
+
+
+def _print_speed(outputs: "list[RequestOutput]", seconds: float) -> None:
+    done = [output for output in outputs if not output.error]
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in done)
+    first = min((output.metrics.time_to_first_token for output in done), default=0.0)
+    print(
+        f"{num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.1f} tok/s, first token after {first:.3f} s",
+        file=sys.stderr,
+    )
+
+
+def _fetch(arguments: argparse.Namespace) -> int:
+    from minivllm.checkpoints import fetch
+
+    print(fetch(arguments.name))
+    return 0
+
+
+def _models(arguments: argparse.Namespace) -> int:
+    from minivllm.checkpoints import list_models
+
+    for model in list_models():
+        print(f"{model.name}  {'(in the cache)' if model.cached else '(not fetched yet)'}")
+        print(f"    {model.description}\n    {model.size}; from {model.source}; licence {model.licence}")
+    return 0

@@ -1,0 +1,342 @@
+"""The front door: text in, text out.
+
+    LLM.generate -> tokenizer -> Request -> EngineCore.step, again and again -> detokenizer -> RequestOutput
+
+Everything runs in the caller's thread: a step is taken whenever somebody waits for a result, and each step serves all
+requests in the engine, so a stream and a `generate` can be under way at the same time.
+"""
+
+import dataclasses
+import itertools
+import numbers
+import random
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from minivllm.checkpoints import resolve
+from minivllm.config import EngineConfig
+from minivllm.engine.core import EngineCore
+from minivllm.engine.request import Request
+from minivllm.output_processor import CompletionTracker, RequestTracker
+from minivllm.outputs import RequestOutput
+from minivllm.sampling_params import SamplingParams
+from minivllm.tokenizer import apply_chat_template, load_tokenizer
+from minivllm.worker.model_runner import ModelRunner
+
+Prompt = str | Sequence[int]
+Message = dict[str, str]
+
+
+class LLM:
+    """An engine with one model.
+
+    Args:
+        model: a name from `python -m minivllm models`, a directory in Hugging Face format, or a Hub id.
+        **engine_args: fields of `EngineConfig`.
+
+    Raises:
+        ValueError: a setting that cannot work, an unknown model, a checkpoint that does not fit; the message names
+            the culprit and the remedy.
+    """
+
+    def __init__(self, model: str, **engine_args: Any) -> None:
+        unknown = set(engine_args) - set(EngineConfig.__dataclass_fields__)
+        if unknown:
+            known = ", ".join(name for name, f in EngineConfig.__dataclass_fields__.items() if f.init)
+            raise ValueError(f"unknown engine argument {', '.join(sorted(unknown))}; known are: {known}")
+        self.config = EngineConfig(model=model, **engine_args)
+        path = resolve(model)
+        self.tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(path)
+        self.model_runner = ModelRunner(self.config, str(path))
+        self.max_model_len = self.model_runner.max_model_len
+        self.engine = EngineCore(self.config, self.model_runner, self.model_runner.num_blocks, self.max_model_len)
+        self._eos_token_ids = self._find_eos_token_ids(path)
+        self._seeds = random.Random(self.config.seed)
+        self._request_numbers = itertools.count()
+        self._trackers: dict[str, RequestTracker] = {}
+        self._completions: dict[str, CompletionTracker] = {}
+        self._lock = threading.RLock()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts; results come in the order of the prompts.
+
+        Args:
+            prompts: a text, a list of token ids, or a list of those.
+            sampling_params: one for all prompts or one for each; None is `SamplingParams()`.
+            use_tqdm: show progress and tokens per second on stderr.
+
+        Raises:
+            ValueError: every prompt was refused. Where only some are, the others are completed and the refused ones
+                carry the reason in `RequestOutput.error`.
+        """
+        return self._generate(_as_list(prompts), sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer a conversation (or several), put into words by the model's own chat template.
+
+        Args:
+            messages: dicts with "role" (system, user, assistant) and "content". The rest is as in `generate`.
+        """
+        is_one = bool(messages) and isinstance(messages[0], dict)
+        return self._generate([messages] if is_one else list(messages), sampling_params, use_tqdm)
+
+    def _generate(
+        self,
+        prompt_list: list[Prompt | Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params_list = _one_for_each(sampling_params, len(prompt_list))
+        trackers: list[RequestTracker | RequestOutput] = []
+        for prompt, params in zip(prompt_list, params_list, strict=True):
+            try:
+                trackers.append(self._add_request(prompt, params))
+            except ValueError as error:
+                text = prompt if isinstance(prompt, str) else None
+                trackers.append(RequestOutput(self._next_id(), text, [], finished=True, error=str(error)))
+        refused = [output for output in trackers if isinstance(output, RequestOutput)]
+        if refused and len(refused) == len(trackers):
+            raise ValueError("; ".join(dict.fromkeys(output.error for output in refused)))
+        accepted = [tracker for tracker in trackers if isinstance(tracker, RequestTracker)]
+        try:
+            self._run(accepted, use_tqdm)
+        finally:
+            for tracker in accepted:
+                self.abort(tracker.request_id)
+                del self._trackers[tracker.request_id]
+        return [item if isinstance(item, RequestOutput) else item.output() for item in trackers]
+
+    def stream(self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None) -> "Stream":
+        """Complete one prompt, or answer one conversation, piece by piece; see `Stream`."""
+        params = sampling_params or SamplingParams()
+        if params.n != 1:
+            raise ValueError(f"a stream shows one completion, not n={params.n}: use generate")
+        return Stream(self, self._add_request(prompt, params))
+
+    def abort(self, request_id: str) -> None:
+        """End a request at once; what it has produced so far stays. Unknown and finished ids are ignored."""
+        with self._lock:
+            tracker = self._trackers.get(request_id)
+            if tracker is not None:
+                req_ids = tracker.unfinished_req_ids()
+                self.engine.abort_requests(req_ids)
+                for req_id in req_ids:
+                    self._completions.pop(req_id).abort()
+
+    def step(self) -> None:
+        """Take one step of the engine and hand the new tokens to the requests they belong to.
+
+        A step that is cut short (Ctrl-C, out of memory) aborts every request: the engine starts afresh.
+        """
+        with self._lock:
+            try:
+                core_outputs = self.engine.step()
+            except BaseException:
+                for completion in self._completions.values():
+                    completion.abort()
+                self._completions.clear()
+                raise
+            for core_output in core_outputs:
+                completion = self._completions[core_output.req_id]
+                if completion.update(core_output):
+                    self.engine.abort_requests([core_output.req_id])
+                if completion.is_finished:
+                    del self._completions[core_output.req_id]
+
+    def _run(self, trackers: list[RequestTracker], use_tqdm: bool) -> None:
+        num_prompt_tokens = sum(len(tracker.prompt_token_ids) for tracker in trackers)
+        start = time.perf_counter()
+        pending = trackers
+        with tqdm(total=len(trackers), desc="Requests", unit="req", disable=not use_tqdm) as bar:
+            while pending:
+                self.step()
+                still_pending = [tracker for tracker in pending if not tracker.is_finished]
+                if len(still_pending) < len(pending):
+                    elapsed = time.perf_counter() - start
+                    num_outputs = sum(tracker.num_output_tokens for tracker in trackers)
+                    bar.set_postfix_str(
+                        f"{num_prompt_tokens / elapsed:.0f} tok/s in, {num_outputs / elapsed:.0f} tok/s out",
+                        refresh=False,
+                    )
+                    bar.update(len(pending) - len(still_pending))
+                pending = still_pending
+
+    def _add_request(self, prompt: Prompt | Sequence[Message], params: SamplingParams) -> RequestTracker:
+        """Check a request, and queue one engine request for each of its completions."""
+        text, token_ids = self._tokenize(prompt)
+        self._check(token_ids, params)
+        request_id = self._next_id()
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        max_tokens = params.max_tokens or self.max_model_len - len(token_ids)
+        completions, requests = [], []
+        for index in range(params.n):
+            own_params = dataclasses.replace(params, max_tokens=max_tokens, seed=_wrap_int64(seed + index))
+            req_id = request_id if params.n == 1 else f"{request_id}-{index}"
+            completions.append(CompletionTracker(req_id, index, token_ids, own_params, self.tokenizer))
+            requests.append(Request(req_id, token_ids, own_params, self._eos_token_ids, arrival_time=time.monotonic()))
+        tracker = RequestTracker(request_id, text, token_ids, completions)
+        with self._lock:
+            for request, completion in zip(requests, completions, strict=True):
+                self.engine.add_request(request)
+                self._completions[request.request_id] = completion
+            self._trackers[request_id] = tracker
+        return tracker
+
+    def _tokenize(self, prompt: Prompt | Sequence[Message]) -> tuple[str | None, list[int]]:
+        """A prompt's text, if it has one, and its token ids."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(
+                    "a text prompt needs a tokenizer: give token ids, or leave skip_tokenizer_init at False"
+                )
+            if not prompt:
+                raise ValueError("the prompt is empty: it needs at least one character")
+            return prompt, self.tokenizer.encode(prompt)
+        if not isinstance(prompt, Iterable):
+            raise ValueError(f"a prompt must be a text or a list of token ids, not {prompt!r}")
+        token_ids = list(prompt)
+        if token_ids and isinstance(token_ids[0], dict):
+            if self.tokenizer is None:
+                raise ValueError("chat needs a tokenizer: give token ids, or leave skip_tokenizer_init at False")
+            return None, apply_chat_template(self.tokenizer, token_ids)
+        for token_id in token_ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, numbers.Integral):
+                raise ValueError(f"a prompt must be a text or a list of token ids, but holds {token_id!r}")
+        return None, [int(token_id) for token_id in token_ids]
+
+    def _check(self, token_ids: list[int], params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
+        if not token_ids:
+            raise ValueError("the prompt is empty: it needs at least one token")
+        vocab_size = self.model_runner.vocab_size
+        for name, ids in (("the prompt", token_ids), ("stop_token_ids", params.stop_token_ids)):
+            culprit = next((token_id for token_id in ids if not 0 <= token_id < vocab_size), None)
+            if culprit is not None:
+                raise ValueError(
+                    f"{name} holds token id {culprit}, which is outside the vocabulary: ids go from 0 to "
+                    f"{vocab_size - 1}"
+                )
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer: use stop_token_ids, or leave skip_tokenizer_init at False")
+        if len(token_ids) >= self.max_model_len:
+            capacity = self.model_runner.num_blocks * self.model_runner.block_size
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens and leaves no room for an output: max_model_len is "
+                f"{self.max_model_len} and the KV cache holds {capacity} tokens; shorten the prompt to at most "
+                f"{self.max_model_len - 1} tokens"
+            )
+
+    def _next_id(self) -> str:
+        return str(next(self._request_numbers))
+
+    def _find_eos_token_ids(self, path: Any) -> frozenset[int]:
+        """All ids that the model, its generation config or its tokenizer calls the end of a sequence."""
+        from transformers import GenerationConfig
+
+        found = [self.model_runner.hf_config.eos_token_id]
+        if (path / "generation_config.json").exists():
+            found.append(GenerationConfig.from_pretrained(path).eos_token_id)
+        if self.tokenizer is not None:
+            found.append(self.tokenizer.eos_token_id)
+        ids = itertools.chain.from_iterable(item if isinstance(item, list) else [item] for item in found)
+        return frozenset(
+            token_id for token_id in ids if token_id is not None and token_id < self.model_runner.vocab_size
+        )
+
+
+class Stream:
+    """The pieces of one completion, as an iterator of texts (of lists of token ids where there is no tokenizer).
+
+    A piece is text that will not change any more: it never ends within a character, and a possible beginning of a
+    stop string is held back until it is known to be none. `close()`, the end of a with statement, or giving the
+    iterator up aborts the request.
+    """
+
+    def __init__(self, llm: LLM, tracker: RequestTracker) -> None:
+        self._llm = llm
+        self._tracker = tracker
+        self._num_shown = 0
+
+    @property
+    def request_id(self) -> str:
+        return self._tracker.request_id
+
+    @property
+    def output(self) -> RequestOutput:
+        """The request as it stands now."""
+        return self._tracker.output()
+
+    def __iter__(self) -> "Iterator[str | list[int]]":
+        return self
+
+    def __next__(self) -> str | list[int]:
+        while True:
+            piece = self._take_new()
+            if piece:
+                return piece
+            if self._tracker.is_finished:
+                self.close()
+                raise StopIteration
+            self._llm.step()
+
+    def _take_new(self) -> str | list[int]:
+        completion = self._tracker.completions[0]
+        shown = completion.output.token_ids if self._llm.tokenizer is None else completion.visible_text()
+        piece = shown[self._num_shown :]
+        self._num_shown += len(piece)
+        return piece
+
+    def close(self) -> None:
+        """Abort the request if it still runs; harmless after its end."""
+        self._llm.abort(self.request_id)
+        self._llm._trackers.pop(self.request_id, None)
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several: a text is one, and so is a list whose first entry is a token id."""
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts must be a text, a list of token ids or a list of those, not {prompts!r}")
+    prompt_list = [prompts] if isinstance(prompts, str) else list(prompts)
+    is_one = bool(prompt_list) and isinstance(prompt_list[0], numbers.Integral)
+    return [prompt_list] if is_one else prompt_list
+
+
+def _one_for_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if len(params) != num_prompts:
+        raise ValueError(
+            f"there are {num_prompts} prompts but {len(params)} sampling_params: give one for all or one each"
+        )
+    return params
+
+
+def _wrap_int64(value: int) -> int:
+    """Seeds wrap around like the 64-bit numbers they are."""
+    return (value + 2**63) % 2**64 - 2**63
