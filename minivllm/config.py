@@ -74,7 +74,7 @@ class EngineConfig:
         _check_in("pp_token_feedback", self.pp_token_feedback, ("scheduler", "broadcast"))
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError("model must be a model's name or the path of its directory, not empty")
-        if not (self.device in ("auto", "cpu", "cuda") or self.device.startswith("cuda:")):
+        if not (self.device in ("auto", "cpu", "cuda") or str(self.device).startswith("cuda:")):
             raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, not {self.device!r}")
 
     def _check_sizes(self) -> None:
@@ -87,11 +87,17 @@ class EngineConfig:
                 _check_positive(name, getattr(self, name))
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], not {self.gpu_memory_utilization}")
-        if self.long_prefill_token_threshold < 0:
+        if not _is_whole(self.long_prefill_token_threshold) or self.long_prefill_token_threshold < 0:
             raise ConfigError(
                 f"long_prefill_token_threshold must be 0 (no limit) or positive, not "
-                f"{self.long_prefill_token_threshold}"
+                f"{self.long_prefill_token_threshold!r}"
             )
+        if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
+            raise ConfigError(
+                "long_prefill_token_threshold cuts prompts into chunks: leave it at 0 or set enable_chunked_prefill=True"
+            )
+        if not _is_whole(self.seed) or not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"seed must be a 64-bit whole number, not {self.seed!r}")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError("max_model_len must be at least 2: one token of prompt and one of output")
         needed = self.max_num_seqs * (self.num_speculative_tokens + 1)
@@ -154,5 +160,9 @@ def _check_in(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 
 def _check_positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not _is_whole(value) or value < 1:
         raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -52,8 +52,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
-        self.stop_token_ids = list(self.stop_token_ids or [])
+        self.stop = _as_list(self.stop)
+        self.stop_token_ids = _as_list(self.stop_token_ids)
         if self.top_k == -1:
             self.top_k = 0
         self._check_numbers()
@@ -102,6 +102,13 @@ class SamplingParams:
                 )
         for token_id in self.stop_token_ids:
             _check_whole("stop_token_ids", token_id, 0, "a list of token ids, each 0 or positive")
+
+
+def _as_list(value: object) -> list:
+    """A copy of a list, or a list of the one thing that is none."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple, set, frozenset)) else [value]
 
 
 def _check_whole(name: str, value: object, lowest: int, meaning: str) -> None:
