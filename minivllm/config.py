@@ -94,7 +94,8 @@ class EngineConfig:
             )
         if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
             raise ConfigError(
-                "long_prefill_token_threshold cuts prompts into chunks: leave it at 0 or set enable_chunked_prefill=True"
+                "long_prefill_token_threshold cuts prompts into chunks: leave it at 0, or set "
+                "enable_chunked_prefill=True"
             )
         if not _is_whole(self.seed) or not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed must be a 64-bit whole number, not {self.seed!r}")
@@ -103,9 +104,9 @@ class EngineConfig:
         needed = self.max_num_seqs * (self.num_speculative_tokens + 1)
         if self.max_num_batched_tokens < needed:
             raise ConfigError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is smaller than what {self.max_num_seqs} "
-                f"running requests need in one step ({needed} tokens): raise it to {needed} or lower "
-                f"max_num_seqs to {self.max_num_batched_tokens // (self.num_speculative_tokens + 1)}"
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is smaller than what max_num_seqs "
+                f"({self.max_num_seqs}) requests need in one step ({needed} tokens): raise it to {needed}, or "
+                f"lower max_num_seqs to {self.max_num_batched_tokens // (self.num_speculative_tokens + 1)}"
             )
 
     def _refuse_what_is_not_built(self) -> None:

@@ -8,11 +8,10 @@ requests in the engine, so a stream and a `generate` can be under way at the sam
 
 import dataclasses
 import itertools
-import numbers
 import random
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -23,12 +22,18 @@ from minivllm.engine.core import EngineCore
 from minivllm.engine.request import Request
 from minivllm.output_processor import CompletionTracker, RequestTracker
 from minivllm.outputs import RequestOutput
+from minivllm.prompts import (
+    Conversation,
+    Prompt,
+    PromptReader,
+    as_prompt_list,
+    find_eos_token_ids,
+    params_for_each,
+)
 from minivllm.sampling_params import SamplingParams
-from minivllm.tokenizer import apply_chat_template, load_tokenizer
+from minivllm.stream import Stream
+from minivllm.tokenizer import load_tokenizer
 from minivllm.worker.model_runner import ModelRunner
-
-Prompt = str | Sequence[int]
-Message = dict[str, str]
 
 
 class LLM:
@@ -52,9 +57,13 @@ class LLM:
         path = resolve(model)
         self.tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(path)
         self.model_runner = ModelRunner(self.config, str(path))
-        self.max_model_len = self.model_runner.max_model_len
-        self.engine = EngineCore(self.config, self.model_runner, self.model_runner.num_blocks, self.max_model_len)
-        self._eos_token_ids = self._find_eos_token_ids(path)
+        runner = self.model_runner
+        self.max_model_len = runner.max_model_len
+        self.engine = EngineCore(self.config, runner, runner.num_blocks, self.max_model_len)
+        self._prompt_reader = PromptReader(
+            self.tokenizer, runner.vocab_size, self.max_model_len, runner.num_blocks * runner.block_size
+        )
+        self._eos_token_ids = find_eos_token_ids(path, runner.hf_config, self.tokenizer)
         self._seeds = random.Random(self.config.seed)
         self._request_numbers = itertools.count()
         self._trackers: dict[str, RequestTracker] = {}
@@ -78,11 +87,11 @@ class LLM:
             ValueError: every prompt was refused. Where only some are, the others are completed and the refused ones
                 carry the reason in `RequestOutput.error`.
         """
-        return self._generate(_as_list(prompts), sampling_params, use_tqdm)
+        return self._generate(as_prompt_list(prompts), sampling_params, use_tqdm)
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
@@ -96,11 +105,11 @@ class LLM:
 
     def _generate(
         self,
-        prompt_list: list[Prompt | Sequence[Message]],
+        prompt_list: list[Prompt | Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        params_list = _one_for_each(sampling_params, len(prompt_list))
+        params_list = params_for_each(sampling_params, len(prompt_list))
         trackers: list[RequestTracker | RequestOutput] = []
         for prompt, params in zip(prompt_list, params_list, strict=True):
             try:
@@ -120,7 +129,7 @@ class LLM:
                 del self._trackers[tracker.request_id]
         return [item if isinstance(item, RequestOutput) else item.output() for item in trackers]
 
-    def stream(self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None) -> "Stream":
+    def stream(self, prompt: Prompt | Conversation, sampling_params: SamplingParams | None = None) -> Stream:
         """Complete one prompt, or answer one conversation, piece by piece; see `Stream`."""
         params = sampling_params or SamplingParams()
         if params.n != 1:
@@ -175,10 +184,9 @@ class LLM:
                     bar.update(len(pending) - len(still_pending))
                 pending = still_pending
 
-    def _add_request(self, prompt: Prompt | Sequence[Message], params: SamplingParams) -> RequestTracker:
+    def _add_request(self, prompt: Prompt | Conversation, params: SamplingParams) -> RequestTracker:
         """Check a request, and queue one engine request for each of its completions."""
-        text, token_ids = self._tokenize(prompt)
-        self._check(token_ids, params)
+        text, token_ids = self._prompt_reader.read(prompt, params)
         request_id = self._next_id()
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         max_tokens = params.max_tokens or self.max_model_len - len(token_ids)
@@ -196,145 +204,8 @@ class LLM:
             self._trackers[request_id] = tracker
         return tracker
 
-    def _tokenize(self, prompt: Prompt | Sequence[Message]) -> tuple[str | None, list[int]]:
-        """A prompt's text, if it has one, and its token ids."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(
-                    "a text prompt needs a tokenizer: give token ids, or leave skip_tokenizer_init at False"
-                )
-            if not prompt:
-                raise ValueError("the prompt is empty: it needs at least one character")
-            return prompt, self.tokenizer.encode(prompt)
-        if not isinstance(prompt, Iterable):
-            raise ValueError(f"a prompt must be a text or a list of token ids, not {prompt!r}")
-        token_ids = list(prompt)
-        if token_ids and isinstance(token_ids[0], dict):
-            if self.tokenizer is None:
-                raise ValueError("chat needs a tokenizer: give token ids, or leave skip_tokenizer_init at False")
-            return None, apply_chat_template(self.tokenizer, token_ids)
-        for token_id in token_ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, numbers.Integral):
-                raise ValueError(f"a prompt must be a text or a list of token ids, but holds {token_id!r}")
-        return None, [int(token_id) for token_id in token_ids]
-
-    def _check(self, token_ids: list[int], params: SamplingParams) -> None:
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
-        if not token_ids:
-            raise ValueError("the prompt is empty: it needs at least one token")
-        vocab_size = self.model_runner.vocab_size
-        for name, ids in (("the prompt", token_ids), ("stop_token_ids", params.stop_token_ids)):
-            culprit = next((token_id for token_id in ids if not 0 <= token_id < vocab_size), None)
-            if culprit is not None:
-                raise ValueError(
-                    f"{name} holds token id {culprit}, which is outside the vocabulary: ids go from 0 to "
-                    f"{vocab_size - 1}"
-                )
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer: use stop_token_ids, or leave skip_tokenizer_init at False")
-        if len(token_ids) >= self.max_model_len:
-            capacity = self.model_runner.num_blocks * self.model_runner.block_size
-            raise ValueError(
-                f"the prompt has {len(token_ids)} tokens and leaves no room for an output: max_model_len is "
-                f"{self.max_model_len} and the KV cache holds {capacity} tokens; shorten the prompt to at most "
-                f"{self.max_model_len - 1} tokens"
-            )
-
     def _next_id(self) -> str:
         return str(next(self._request_numbers))
-
-    def _find_eos_token_ids(self, path: Any) -> frozenset[int]:
-        """All ids that the model, its generation config or its tokenizer calls the end of a sequence."""
-        from transformers import GenerationConfig
-
-        found = [self.model_runner.hf_config.eos_token_id]
-        if (path / "generation_config.json").exists():
-            found.append(GenerationConfig.from_pretrained(path).eos_token_id)
-        if self.tokenizer is not None:
-            found.append(self.tokenizer.eos_token_id)
-        ids = itertools.chain.from_iterable(item if isinstance(item, list) else [item] for item in found)
-        return frozenset(
-            token_id for token_id in ids if token_id is not None and token_id < self.model_runner.vocab_size
-        )
-
-
-class Stream:
-    """The pieces of one completion, as an iterator of texts (of lists of token ids where there is no tokenizer).
-
-    A piece is text that will not change any more: it never ends within a character, and a possible beginning of a
-    stop string is held back until it is known to be none. `close()`, the end of a with statement, or giving the
-    iterator up aborts the request.
-    """
-
-    def __init__(self, llm: LLM, tracker: RequestTracker) -> None:
-        self._llm = llm
-        self._tracker = tracker
-        self._num_shown = 0
-
-    @property
-    def request_id(self) -> str:
-        return self._tracker.request_id
-
-    @property
-    def output(self) -> RequestOutput:
-        """The request as it stands now."""
-        return self._tracker.output()
-
-    def __iter__(self) -> "Iterator[str | list[int]]":
-        return self
-
-    def __next__(self) -> str | list[int]:
-        while True:
-            piece = self._take_new()
-            if piece:
-                return piece
-            if self._tracker.is_finished:
-                self.close()
-                raise StopIteration
-            self._llm.step()
-
-    def _take_new(self) -> str | list[int]:
-        completion = self._tracker.completions[0]
-        shown = completion.output.token_ids if self._llm.tokenizer is None else completion.visible_text()
-        piece = shown[self._num_shown :]
-        self._num_shown += len(piece)
-        return piece
-
-    def close(self) -> None:
-        """Abort the request if it still runs; harmless after its end."""
-        self._llm.abort(self.request_id)
-        self._llm._trackers.pop(self.request_id, None)
-
-    def __enter__(self) -> "Stream":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several: a text is one, and so is a list whose first entry is a token id."""
-    if not isinstance(prompts, Iterable):
-        raise ValueError(f"prompts must be a text, a list of token ids or a list of those, not {prompts!r}")
-    prompt_list = [prompts] if isinstance(prompts, str) else list(prompts)
-    is_one = bool(prompt_list) and isinstance(prompt_list[0], numbers.Integral)
-    return [prompt_list] if is_one else prompt_list
-
-
-def _one_for_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
-    if len(params) != num_prompts:
-        raise ValueError(
-            f"there are {num_prompts} prompts but {len(params)} sampling_params: give one for all or one each"
-        )
-    return params
 
 
 def _wrap_int64(value: int) -> int:
