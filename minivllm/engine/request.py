@@ -99,7 +99,7 @@ class Request:
         """
         while len(self._block_hashes) < num_blocks:
             index = len(self._block_hashes)
-            parent = self._block_hashes[-1] if index else f"salt:{self.cache_salt}".encode()
+            parent = self._block_hashes[-1] if index else f"salt:{self.cache_salt!r}".encode()
             token_ids = array("q", self.all_token_ids[index * block_size : (index + 1) * block_size])
             self._block_hashes.append(hashlib.sha256(parent + token_ids.tobytes()).digest())
         return self._block_hashes[:num_blocks]

@@ -220,8 +220,8 @@ class Scheduler:
         outputs: list[EngineCoreOutput] = []
         for req_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(req_id)
-            if request is None:
-                continue  # aborted while the step was on its way: its tokens are dropped
+            if request is None or request.status is RequestStatus.WAITING:
+                continue  # aborted while the step was on its way, and its id perhaps given to another
             token_ids = model_output.sampled_token_ids.get(req_id, [])
             drafts = scheduler_output.scheduled_spec_decode_tokens.get(req_id)
             if drafts:
