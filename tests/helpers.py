@@ -13,11 +13,14 @@ from minivllm.engine.scheduler import Scheduler
 from minivllm.sampling_params import SamplingParams
 
 
-def make_request(request_id: str, prompt: int | list[int], eos: tuple[int, ...] = (), salt=None, **params) -> Request:
+def make_request(
+    request_id: str, prompt: int | list[int], eos: tuple[int, ...] = (), salt=None, arrival_time=0.0, **params
+) -> Request:
     """A greedy request for 16 tokens unless told otherwise; a prompt given as a number n is [1, 2, .., n]."""
     prompt = list(range(1, prompt + 1)) if isinstance(prompt, int) else prompt
     params = {"temperature": 0.0, "max_tokens": 16, "seed": 0, **params}
-    return Request(request_id, prompt, SamplingParams(**params), frozenset(eos), cache_salt=salt)
+    params = SamplingParams(**params)
+    return Request(request_id, prompt, params, frozenset(eos), cache_salt=salt, arrival_time=arrival_time)
 
 
 def make_scheduler(

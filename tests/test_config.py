@@ -80,7 +80,7 @@ def test_an_option_that_is_not_built_yet_is_refused_by_name(name, value):
 
 
 def test_a_chunk_limit_without_chunked_prefill_is_refused():
-    with pytest.raises(ConfigError, match="long_prefill_token_threshold .*enable_chunked_prefill"):
+    with pytest.raises(ConfigError, match=r"long_prefill_token_threshold .*enable_chunked_prefill"):
         EngineConfig("m", enable_chunked_prefill=False, long_prefill_token_threshold=4)
 
 
