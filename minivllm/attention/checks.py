@@ -60,3 +60,8 @@ def check_window(window_size: tuple[int, int], causal: bool, softcap: float) -> 
     if softcap < 0:
         fail("softcap", "0 (none) or positive", softcap)
     return window_size[0], 0 if causal else window_size[1]
+
+
+def check_block_size(name: str, block_size: int, smallest: int) -> None:
+    if not smallest <= block_size <= 256 or block_size & (block_size - 1):
+        fail(name, f"of a block_size that is a power of two from {smallest} to 256", block_size)

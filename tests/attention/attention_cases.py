@@ -50,23 +50,24 @@ def assert_close(
         assert torch.allclose(lse[~empty], ref_lse[~empty].float(), atol=2e-3, rtol=1e-4)
 
 
-def paged(
-    rows: list[torch.Tensor], block_size: int, spare_blocks: int = 3, unused: float = torch.nan
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Put each request's rows [s_k, ...] into a cache [num_blocks, block_size, ...] in a shuffled block order.
+def paged(block_size: int, *tensors: list[torch.Tensor], unused: float = torch.nan) -> tuple[torch.Tensor, ...]:
+    """Put rows [s_k, ...] of each request into one cache [num_blocks, block_size, ...] for each list in tensors.
 
-    Returns the cache, whose unused slots hold `unused`, and a block table with garbage in its tails.
+    Returns the caches, whose unused slots hold `unused` and whose blocks are shuffled, and then their block table,
+    with garbage in its tails.
     """
-    counts = [-(-len(r) // block_size) for r in rows]
-    num_blocks, width = sum(counts) + spare_blocks, max([*counts, 1]) + 2
+    counts = [-(-len(r) // block_size) for r in tensors[0]]
+    num_blocks, width = sum(counts) + 3, max([*counts, 1]) + 2
     order = torch.randperm(num_blocks).tolist()
-    cache = torch.full((num_blocks, block_size, *rows[0].shape[1:]), unused, device=DEVICE).to(rows[0].dtype)
-    table = torch.full((len(rows), width), GARBAGE, dtype=torch.int32)
+    table = torch.full((len(counts), width), GARBAGE, dtype=torch.int32)
     table[:, -1] = -1
-    for b, (r, count) in enumerate(zip(rows, counts, strict=True)):
-        blocks = [order.pop() for _ in range(count)]
-        table[b, :count] = torch.tensor(blocks, dtype=torch.int32)
-        for i, block in enumerate(blocks):
-            part = r[i * block_size : (i + 1) * block_size]
-            cache[block, : len(part)] = part
-    return cache, table.to(DEVICE)
+    for b, count in enumerate(counts):
+        table[b, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
+    caches = []
+    for rows in tensors:
+        cache = torch.full((num_blocks, block_size, *rows[0].shape[1:]), unused, device=DEVICE).to(rows[0].dtype)
+        for b, r in enumerate(rows):
+            for i, part in enumerate(r.split(block_size) if len(r) else ()):
+                cache[table[b, i], : len(part)] = part
+        caches.append(cache)
+    return *caches, table.to(DEVICE)

@@ -71,10 +71,7 @@ def test_a_paged_cache_gives_what_packed_keys_give_and_unused_memory_is_never_re
     cu_q, cu_k = cumulative([2, 1, 3, 1]), cumulative(lengths)
     q = randn(7, 4, 16)
     packed = reference.flash_attn_varlen_func(q, torch.cat(ks), torch.cat(vs), cu_q, cu_k, 3, 33, causal=True)
-    torch.manual_seed(1)
-    k_cache, table = paged(ks, 8)
-    torch.manual_seed(1)
-    v_cache, _ = paged(vs, 8)
+    k_cache, v_cache, table = paged(8, ks, vs)
     out = reference.paged_attention(q, k_cache, v_cache, cu_q, int32(lengths), table, 3)
     assert torch.equal(out, packed)
 
@@ -90,7 +87,7 @@ def test_absorbed_latent_attention_is_attention_over_decompressed_keys():
     want, want_lse = reference.attend(torch.cat([q_nope, q_rope], -1), k, v, 0.15, causal=True)
 
     absorbed = torch.cat([torch.einsum("qhd,hdc->qhc", q_nope, w_k), q_rope], -1)
-    cache, table = paged([torch.cat([c, rope], -1)[:, None]], 16)
+    cache, table = paged(16, [torch.cat([c, rope], -1)[:, None]])
     latent, lse = reference.flash_mla_with_kvcache(
         absorbed[None], cache, table, int32([s_k]), d_c, softmax_scale=0.15, causal=True
     )
