@@ -16,6 +16,8 @@ import torch
 from minivllm.sample.random import Purpose, uniform
 
 _CHUNK = 256
+# Below it, logits divided by the temperature could leave the range of float32; there it is greedy long since.
+_LOWEST_TEMPERATURE = 1e-30
 
 
 @dataclass
@@ -89,7 +91,7 @@ def probabilities(logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Ten
 
     Greedy rows (temperature 0) get the plain softmax; nobody draws from it.
     """
-    temperature = torch.where(metadata.temperature == 0, 1.0, metadata.temperature)
+    temperature = torch.where(metadata.temperature == 0, 1.0, metadata.temperature.clamp(min=_LOWEST_TEMPERATURE))
     logits = logits / temperature[:, None]
     if metadata.any_min_p:
         # p < min_p * p_max is, in logits, a distance from the largest one.
