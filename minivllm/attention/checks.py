@@ -4,6 +4,9 @@ Only shapes, dtypes, devices and strides are looked at: no check reads device me
 wait.
 """
 
+from functools import lru_cache
+
+import torch
 from torch import Tensor, bfloat16, device, dtype, float8_e4m3fn, float16, float32, int32
 
 FLOATS = (float32, float16, bfloat16)
@@ -65,3 +68,8 @@ def check_window(window_size: tuple[int, int], causal: bool, softcap: float) -> 
 def check_block_size(name: str, block_size: int, smallest: int) -> None:
     if not smallest <= block_size <= 256 or block_size & (block_size - 1):
         fail(name, f"of a block_size that is a power of two from {smallest} to 256", block_size)
+
+
+@lru_cache
+def num_multiprocessors(device_index: int | None) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count

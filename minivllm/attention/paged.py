@@ -23,7 +23,6 @@ Shapes: q [total_q, H, D], caches [num_blocks, block_size, Hkv, D], out [total_q
 Method: PagedAttention (Kwon et al. 2023), split-KV from Flash-Decoding (Dao et al. 2023).
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -40,6 +39,7 @@ from minivllm.attention.checks import (
     check_tensor,
     check_window,
     fail,
+    num_multiprocessors,
 )
 from minivllm.attention.common import (
     LOG2E,
@@ -81,11 +81,6 @@ def choose_tiles(rows: int, head_dim: int, element_size: int) -> Tiles:
     if element_size == 4:
         return _FLOAT32_TILES
     return TILES[min(max(16, triton.next_power_of_2(rows)), 64)][128 if head_dim <= 128 else 256][0]
-
-
-@lru_cache
-def num_multiprocessors(device_index: int | None) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
 def choose_num_splits(programs: int, max_tiles: int, where: torch.device) -> int:

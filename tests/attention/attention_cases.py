@@ -33,12 +33,16 @@ def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
 
 
 def assert_close(
-    out: torch.Tensor, ref: torch.Tensor, lse: torch.Tensor | None = None, ref_lse: torch.Tensor | None = None
+    out: torch.Tensor,
+    ref: torch.Tensor,
+    lse: torch.Tensor | None = None,
+    ref_lse: torch.Tensor | None = None,
+    slack: float = 1.0,
 ):
-    """Norms within the dtype's tolerance, no outlier among rows, no NaN, empty rows exactly 0 and -inf."""
+    """Norms within slack x the dtype's tolerance, no outlier among rows, no NaN, empty rows exactly 0 and -inf."""
     assert out.shape == ref.shape
     assert torch.isfinite(out).all()
-    tolerance = TOLERANCE[out.dtype]
+    tolerance = TOLERANCE[out.dtype] * slack
     assert relative_error(out, ref) <= tolerance
     if out.numel():
         rows = (out.double() - ref.double()).flatten(0, -2).norm(dim=-1)
@@ -47,7 +51,7 @@ def assert_close(
         assert lse.dtype == torch.float32 and lse.shape == ref_lse.shape
         empty = torch.isneginf(ref_lse)
         assert torch.equal(torch.isneginf(lse), empty)
-        assert torch.allclose(lse[~empty], ref_lse[~empty].float(), atol=2e-3, rtol=1e-4)
+        assert torch.allclose(lse[~empty], ref_lse[~empty].float(), atol=2e-3 * slack, rtol=1e-4)
 
 
 def paged(block_size: int, *tensors: list[torch.Tensor], unused: float = torch.nan) -> tuple[torch.Tensor, ...]:
