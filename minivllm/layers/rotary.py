@@ -53,9 +53,17 @@ def inverse_frequencies(config: Any, head_dim: int) -> tuple[torch.Tensor, float
         raise ValueError(f"rope type {parameters['rope_type']!r} needs the setting {error}") from None
 
 
+# At position p a rounding error in inv_freq counts p times. So the operations below are in transformers'
+# order, and give the same bits.
+
+
+def _periods(parameters: dict[str, Any], head_dim: int) -> torch.Tensor:
+    """Tokens a radian, [head_dim / 2]."""
+    return parameters["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+
+
 def _default(parameters: dict[str, Any], head_dim: int, _: int) -> tuple[torch.Tensor, float]:
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    return 1.0 / parameters["rope_theta"] ** exponents, 1.0
+    return 1.0 / _periods(parameters, head_dim), 1.0
 
 
 def _linear(parameters: dict[str, Any], head_dim: int, max_positions: int) -> tuple[torch.Tensor, float]:
@@ -68,13 +76,13 @@ def _llama3(parameters: dict[str, Any], head_dim: int, max_positions: int) -> tu
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     # How often a pair turns within the original context: often enough (high) it has seen every angle in
     # training.
-    turns = parameters["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
+    turns = parameters["original_max_position_embeddings"] / (2 * math.pi / inv_freq)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return keep * inv_freq + (1 - keep) * inv_freq / parameters["factor"], 1.0
+    return (1 - keep) * inv_freq / parameters["factor"] + keep * inv_freq, 1.0
 
 
 def _yarn(parameters: dict[str, Any], head_dim: int, max_positions: int) -> tuple[torch.Tensor, float]:
-    inv_freq, _ = _default(parameters, head_dim, max_positions)
+    periods = _periods(parameters, head_dim)
     original = parameters["original_max_position_embeddings"]
     factor = parameters.get("factor") or max_positions / original
 
@@ -88,8 +96,8 @@ def _yarn(parameters: dict[str, Any], head_dim: int, max_positions: int) -> tupl
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     ramp = torch.arange(head_dim // 2, dtype=torch.float32) - low
-    stretch = (ramp / max(high - low, 0.001)).clamp(0, 1)
-    inv_freq = (1 - stretch) * inv_freq + stretch * inv_freq / factor
+    keep = 1 - (ramp / max(high - low, 0.001)).clamp(0, 1)
+    inv_freq = 1.0 / (factor * periods) * (1 - keep) + 1.0 / periods * keep
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
