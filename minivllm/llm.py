@@ -20,6 +20,7 @@ from minivllm.checkpoints import resolve
 from minivllm.config import EngineConfig
 from minivllm.engine.core import EngineCore
 from minivllm.engine.request import Request
+from minivllm.models.registry import load_config
 from minivllm.output_processor import CompletionTracker, RequestTracker
 from minivllm.outputs import RequestOutput
 from minivllm.prompts import (
@@ -55,6 +56,7 @@ class LLM:
             raise ValueError(f"unknown engine argument {', '.join(sorted(unknown))}; known are: {known}")
         self.config = EngineConfig(model=model, **engine_args)
         path = resolve(model)
+        load_config(path)  # a directory that is no model is told so before anything else is missed in it
         self.tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(path)
         self.model_runner = ModelRunner(self.config, str(path))
         runner = self.model_runner

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm.sampling_params import SamplingParams
-from minivllm.tokenizer import apply_chat_template
+from minivllm.tokenizer import encode_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -93,7 +93,7 @@ class PromptReader:
         if (isinstance(items, str) or is_conversation) and self._tokenizer is None:
             raise ValueError("text needs a tokenizer: give token ids, or leave skip_tokenizer_init at False")
         if is_conversation:
-            return apply_chat_template(self._tokenizer, items)
+            return encode_chat(self._tokenizer, items)
         if isinstance(items, str):
             # An empty text would be a lone beginning-of-sequence token with some tokenizers and nothing with others.
             return self._tokenizer.encode(items) if items else []

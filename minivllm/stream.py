@@ -18,7 +18,7 @@ class Stream:
     iterator up aborts the request.
     """
 
-    def __init__(self, llm: LLM, tracker: RequestTracker) -> None:
+    def __init__(self, llm: "LLM", tracker: RequestTracker) -> None:
         self._llm = llm
         self._tracker = tracker
         self._num_shown = 0

@@ -4,7 +4,12 @@ and repaired UTF-8, and a thousand tokens take a second."""
 import json
 from pathlib import Path
 
-CHAT_TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m['content'] is not defined %}{{ raise_exception('a message has no content') }}{% endif %}"
+    "<{{ m['role'] }}>{{ m['content'] }}"
+    "{% endfor %}<assistant>"
+)
 NUM_BYTES = 256
 EOS = NUM_BYTES
 VOCAB_SIZE = 258

@@ -36,10 +36,18 @@ class EngineCore:
     """
 
     def __init__(self, config: EngineConfig, worker: Worker, num_blocks: int, max_model_len: int) -> None:
+        self.config = config
         self.worker = worker
-        self.scheduler = Scheduler(
-            KVCacheManager(num_blocks, config.resolved_block_size(), max_model_len, config.enable_prefix_caching),
-            max_model_len=max_model_len,
+        self.num_blocks = num_blocks
+        self.max_model_len = max_model_len
+        self.scheduler = self._make_scheduler()
+
+    def _make_scheduler(self) -> Scheduler:
+        config = self.config
+        block_size = config.resolved_block_size()
+        return Scheduler(
+            KVCacheManager(self.num_blocks, block_size, self.max_model_len, config.enable_prefix_caching),
+            max_model_len=self.max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             enable_chunked_prefill=config.enable_chunked_prefill,
