@@ -1,0 +1,1 @@
+"""Figures of the chapters: drawn from what the engine recorded, computing nothing themselves."""
