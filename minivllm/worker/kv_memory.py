@@ -114,15 +114,28 @@ def _machine_available() -> int:
 
 
 def _cgroup_available(root: Path = Path("/sys/fs/cgroup")) -> list[int]:
-    """What the container's own limit leaves (cgroup v2, then v1); empty where there is none."""
+    """What the container's own limit leaves (cgroup v2, then v1); empty where there is none.
+
+    A container's usage counts the files that it has read, too. Those that nobody reads any more make room by
+    themselves: without them a container that has just unpacked a model would look full.
+    """
     names = (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
     )
-    for limit_name, usage_name in names:
+    for limit_name, usage_name, stat_name, reclaimable in names:
         try:
             limit, usage = (root / limit_name).read_text().strip(), (root / usage_name).read_text().strip()
         except OSError:
             continue
-        return [] if limit == "max" else [max(0, int(limit) - int(usage))]
+        if limit == "max":
+            return []
+        used = int(usage) - _stat_entry(root / stat_name, reclaimable)
+        return [max(0, int(limit) - used)]
     return []
+
+
+def _stat_entry(path: Path, name: str) -> int:
+    """A line "name number" of a cgroup's memory.stat; 0 where there is none."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
