@@ -107,6 +107,9 @@ class FakeWorker:
             self._emit(req_id, tokens, end, output)
         return output
 
+    def reset(self) -> None:
+        self.tokens, self.tables = {}, {}
+
     def _update(self, message: SchedulerOutput) -> dict[str, int]:
         for req_id in message.finished_req_ids:
             self.tokens.pop(req_id, None)
