@@ -89,6 +89,21 @@ def key_range(first, last, s_k, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: 
 
 
 @triton.jit
+def load_pages(table, n, hi, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Page numbers of the keys n .. n + BLOCK_N: one for all if pages hold whole tiles, else one a key.
+
+    Entries for keys from hi on are not read. Loops call this a tile ahead and carry the result: a load that waits
+    for another load in the same iteration would take a stage of the pipeline away from K and V.
+    """
+    if BLOCK_SIZE >= BLOCK_N:
+        page = tl.load(table + n // BLOCK_SIZE, mask=n < hi, other=0)
+    else:
+        key = n + tl.arange(0, BLOCK_N)
+        page = tl.load(table + key // BLOCK_SIZE, mask=key < hi, other=0)
+    return page.to(tl.int64)
+
+
+@triton.jit
 def merge_parts(o, lse, first, count, stride_o, stride_lse, columns, in_row, BLOCK_P: tl.constexpr):
     """Merge parts first .. first + count of one row: o + part stride_o + columns, lse + part stride_lse.
 

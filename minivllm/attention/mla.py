@@ -33,7 +33,7 @@ from minivllm.attention.checks import (
     check_tensor,
     fail,
 )
-from minivllm.attention.common import LOG2E, dot, finish, merge_parts, online_softmax, round_to
+from minivllm.attention.common import LOG2E, dot, finish, load_pages, merge_parts, online_softmax, round_to
 from minivllm.attention.mla_schedule import BLOCK, Tiles, choose_tiles, get_mla_metadata
 from minivllm.attention.store import latent_row_bytes
 from minivllm.triton_env import TensorDescriptor, tl, triton
@@ -78,11 +78,12 @@ def _attend(
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys lo .. hi into (acc, m, l); row i sees the keys below visible[i]."""
+    page = tl.zeros([BLOCK_N], tl.int64) if SPARSE else load_pages(table, lo, hi, BLOCK_SIZE, BLOCK_N)
     for n in tl.range(lo, hi, BLOCK_N):
         key = n + tl.arange(0, BLOCK_N)
         inside = key < hi
         if TMA and not MASKED:
-            cache_row = tl.load(table + n // BLOCK_SIZE) * BLOCK_SIZE + n % BLOCK_SIZE
+            cache_row = page.to(tl.int32) * BLOCK_SIZE + n % BLOCK_SIZE
             c = c_desc.load([cache_row, 0])
             rope = rope_desc.load([cache_row, 0])
         else:
@@ -91,11 +92,12 @@ def _attend(
                 inside = slot >= 0
                 offset = slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_slot
             else:
-                page = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
                 offset = page * cache_block + key % BLOCK_SIZE * cache_slot
             c, rope = _load_rows(cache, offset, inside, q_c.dtype, FP8, DC, DR, BLOCK_C, BLOCK_R)
-        s = dot(q_c, c.T, tl.zeros([q_c.shape[0], BLOCK_N], tl.float32))
-        s = dot(q_r, rope.T, s)
+        if not SPARSE:
+            page = load_pages(table, n + BLOCK_N, hi, BLOCK_SIZE, BLOCK_N)
+        s = dot(q_r, rope.T, tl.zeros([q_c.shape[0], BLOCK_N], tl.float32))
+        s = dot(q_c, c.T, s)
         if SPARSE or MASKED:
             s = tl.where(inside[None, :] & (key[None, :] < visible[:, None]), s, float("-inf"))
         p, alpha, m, l = online_softmax(s, m, l, scale)

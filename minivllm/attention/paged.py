@@ -47,6 +47,7 @@ from minivllm.attention.common import (
     dot,
     finish,
     key_range,
+    load_pages,
     merge_parts,
     online_softmax,
     round_to,
@@ -136,18 +137,13 @@ def _paged_kernel(
         table = block_table + b.to(tl.int64) * table_row
         k_at = k_cache + kv_head.to(tl.int64) * k_head
         v_at = v_cache + kv_head.to(tl.int64) * v_head
+        page = load_pages(table, lo, hi, BLOCK_SIZE, BLOCK_N)
         for n in tl.range(lo, hi, BLOCK_N):
             key = n + tl.arange(0, BLOCK_N)
             inside = key < hi
-            if BLOCK_SIZE >= BLOCK_N:
-                page = tl.load(table + n // BLOCK_SIZE).to(tl.int64)
-                slot = n % BLOCK_SIZE + tl.arange(0, BLOCK_N)
-                k_rows = page * k_block + slot * k_slot
-                v_rows = page * v_block + slot * v_slot
-            else:
-                page = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-                k_rows = page * k_block + key % BLOCK_SIZE * k_slot
-                v_rows = page * v_block + key % BLOCK_SIZE * v_slot
+            k_rows = page * k_block + key % BLOCK_SIZE * k_slot
+            v_rows = page * v_block + key % BLOCK_SIZE * v_slot
+            page = load_pages(table, n + BLOCK_N, hi, BLOCK_SIZE, BLOCK_N)
             k = tl.load(k_at + k_rows[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
             s = dot(q_tile, k.to(q_tile.dtype).T, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
             if SOFTCAP:
