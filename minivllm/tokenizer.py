@@ -29,8 +29,7 @@ _CONTEXT = 8
 
 
 def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a local checkpoint directory; nothing is downloaded. Raises CheckpointError without
-    one."""
+    """The tokenizer of a local checkpoint directory; nothing is downloaded. Raises CheckpointError."""
     from transformers import AutoTokenizer
 
     try:

@@ -46,8 +46,7 @@ _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 
 
 def convert(source: Path, directory: Path) -> None:
-    """Writes the five files into an existing directory. Raises CheckpointError for anything but a plain
-    Llama."""
+    """Writes the five files into an existing directory. Raises CheckpointError unless it is a Llama."""
     reader = GGUFReader(source)
     metadata = {name: field.contents() for name, field in reader.fields.items()}
     if metadata["general.architecture"] != "llama":
@@ -82,8 +81,7 @@ def rows_for_half_rotation(weight: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def huggingface_name(name: str) -> str:
-    """The tensor's name in a Hugging Face Llama. Raises CheckpointError for a tensor that a Llama does not
-    have."""
+    """The tensor's name in a Hugging Face Llama. Raises CheckpointError if it has no such tensor."""
     if name in _OUTSIDE_LAYERS:
         return _OUTSIDE_LAYERS[name]
     match = _LAYER_TENSOR.fullmatch(name)

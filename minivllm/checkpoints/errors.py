@@ -2,5 +2,4 @@
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be found, fetched, read or fitted to its model; one message, with what to
-    do."""
+    """A checkpoint that cannot be found, fetched, read or fitted to its model; the message says what to do."""

@@ -43,8 +43,7 @@ def build_once(target: Path, build: Callable[[Path], None]) -> Path:
 
 
 def _flush(path: Path) -> None:
-    """Waits until a file or a directory listing is on disk: a rename may otherwise outlive what it
-    renames."""
+    """Waits until a file or a directory listing is on disk; a rename may get there before its files."""
     if path.is_dir() and os.name != "posix":
         return
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)

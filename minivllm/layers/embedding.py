@@ -39,8 +39,7 @@ class LMHead(Linear):
         self.tied = False
 
     def tie(self, embedding: VocabEmbedding) -> None:
-        """Makes the head use the embedding's matrix; a tied head has no tensor of its own in the
-        checkpoint."""
+        """Makes the head use the embedding's matrix; a tied head has no tensor of its own to load."""
         self.weight = embedding.weight
         self.tied = True
 

@@ -15,14 +15,12 @@ import torch.nn.functional as F
 from torch import nn
 
 # oneDNN chooses the layout of a packed weight for an expected number of rows. Measured for float32 and
-# bfloat16 over 1 to 4096 rows: every hint above 1 gives the same speed everywhere, a hint of 1 is up to 2.4x
-# slower.
+# bfloat16 over 1 to 4096 rows: every hint above 1 gives the same speed, a hint of 1 is up to 2.4x slower.
 _EXPECTED_ROWS = 512
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor | None:
-    """Copies a CPU weight [out, in] into oneDNN's blocked layout; None where this machine has no use for
-    that.
+    """Copies a CPU weight [out, in] into oneDNN's blocked layout; None where that is not to be had.
 
     Against F.linear the packed product takes half the time in float32 and half to all of it in bfloat16
     (AVX-512, 2 threads). None: not a CPU tensor, a build of PyTorch without oneDNN, or a dtype that this CPU
@@ -58,8 +56,7 @@ class Linear(nn.Module):
         self._packed: torch.Tensor | None = None
 
     def slots(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (checkpoint name, the tensor to copy into); `prefix` is this layer's name in the
-        checkpoint."""
+        """Yields (checkpoint name, the tensor to copy into); `prefix` is the layer's name there."""
         yield f"{prefix}.weight", self.weight
         if self.bias is not None:
             yield f"{prefix}.bias", self.bias
@@ -98,9 +95,7 @@ class MergedLinear(Linear):
 class QKVLinear(MergedLinear):
     """The three projections in front of attention: hidden states to query, key and value heads."""
 
-    def __init__(
-        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool
-    ) -> None:
+    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool) -> None:
         rows = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
         super().__init__(hidden_size, {name: heads * head_dim for name, heads in rows.items()}, bias)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim

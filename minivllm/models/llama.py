@@ -101,8 +101,7 @@ class LlamaDecoderLayer(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """A decoder-only language model built from a Hugging Face config, for prompts + outputs up to
-    max_model_len.
+    """A decoder-only language model for positions below max_model_len, from a Hugging Face config.
 
     Parameters are uninitialised until their slots are filled. Raises ValueError for a config that asks for
     what is not built: sliding windows, an activation other than SiLU, an unknown rope type.
@@ -130,8 +129,7 @@ class LlamaForCausalLM(nn.Module):
             self.lm_head.tie(self.embed_tokens)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """input_ids [T] int64, positions [T] int64 -> hidden states after the final norm, [T,
-        hidden_size]."""
+        """input_ids and positions [T] int64 -> hidden states after the final norm [T, hidden_size]."""
         hidden, residual = self.embed_tokens(input_ids), None
         cos, sin = self.rotary(positions, hidden.dtype)
         for layer in self.layers:
@@ -147,8 +145,7 @@ class LlamaForCausalLM(nn.Module):
         return [layer.self_attn.attn for layer in self.layers]
 
     def slots(self) -> Slots:
-        """Yields (name in the checkpoint, tensor to copy into) for everything that a checkpoint must
-        provide."""
+        """Yields (name in the checkpoint, tensor to copy into) for all that a checkpoint must hold."""
         yield from self.embed_tokens.slots("model.embed_tokens")
         for layer in self.layers:
             yield from layer.slots()
@@ -156,8 +153,7 @@ class LlamaForCausalLM(nn.Module):
         yield from self.lm_head.slots("lm_head")
 
     def finalize(self) -> None:
-        """Called once, after loading: layers may trade their weights for a faster form. No slots
-        afterwards."""
+        """Called once, after loading: layers may trade weights for a faster form; no slots after it."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.finalize()

@@ -30,8 +30,7 @@ _DUMMY_STD = 0.02
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint directory. Raises CheckpointError if there are none or one is
-    missing."""
+    """The safetensors files of a directory. Raises CheckpointError if there are none or one is missing."""
     if (directory / SINGLE_FILE).is_file():
         return [directory / SINGLE_FILE]
     index = directory / INDEX_FILE
@@ -55,8 +54,7 @@ def weight_files(directory: Path) -> list[Path]:
 def load_weights(
     slots: Iterable[tuple[str, torch.Tensor]], directory: Path, ignored: frozenset[str] = frozenset()
 ) -> None:
-    """Copies every tensor of the checkpoint into the slot of its name, converting to the slot's dtype and
-    device.
+    """Copies every tensor of the checkpoint into the slot of its name, in the slot's dtype and device.
 
     `ignored` names tensors that may be there without a slot (the head's, when it is tied). Raises
     CheckpointError that lists missing, unexpected and wrongly shaped tensors, or that names an unreadable
@@ -82,9 +80,7 @@ def load_weights(
                     else:
                         misshapen.append(f"{name} is {shape}, should be {tuple(slot.shape)}")
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{path} is not a readable safetensors file ({error}): download it again"
-            ) from None
+            raise CheckpointError(f"{path} is not a readable safetensors file ({error}): download it again") from None
     problems = [
         f"{kind}: {_listed(names)}"
         for kind, names in (
@@ -95,9 +91,7 @@ def load_weights(
         if names
     ]
     if problems:
-        raise CheckpointError(
-            f"the tensors in {directory} do not fit its config.json. " + ". ".join(problems)
-        )
+        raise CheckpointError(f"the tensors in {directory} do not fit its config.json. " + ". ".join(problems))
 
 
 def fill_dummy(model: nn.Module, seed: int) -> None:

@@ -34,8 +34,7 @@ LOAD_FORMATS = ("auto", "dummy")
 
 
 def load_config(model_path: str | Path) -> "PretrainedConfig":
-    """Reads config.json. Raises CheckpointError if it is absent, broken, or of an architecture that is not
-    known."""
+    """Reads config.json. Raises CheckpointError if it is absent, broken or of an unknown architecture."""
     path = Path(model_path) / "config.json"
     if not path.is_file():
         raise CheckpointError(
@@ -52,9 +51,7 @@ def load_config(model_path: str | Path) -> "PretrainedConfig":
         what = f"names the unknown architecture {architecture!r}" if architecture else "names no architecture"
         raise CheckpointError(f"{path} {what}; known architectures: {known}")
     if raw.get("quantization_config"):
-        raise CheckpointError(
-            f"{path} is of a quantized checkpoint, which is not supported: use the unquantized one"
-        )
+        raise CheckpointError(f"{path} is of a quantized checkpoint, which is not supported: use the unquantized one")
     from transformers import AutoConfig
 
     try:
@@ -88,8 +85,7 @@ def load_model(
     max_model_len: int | None = None,
     seed: int = 0,
 ) -> tuple[nn.Module, "PretrainedConfig"]:
-    """Builds the model of a local directory on `device` and fills it; returns it with its Hugging Face
-    config.
+    """Builds the model of a local directory on `device` and fills it; returns it with its config.
 
     load_format "auto" reads the safetensors files; "dummy" needs config.json only and draws random weights
     from `seed`. max_model_len bounds the positions that the model can embed (None: the config's own limit).
