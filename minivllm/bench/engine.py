@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _measure(arguments: argparse.Namespace, setup: "Setup", workload: Workload, shape: dict[str, Any]) -> None:
     from minivllm.bench.comparison import compare, run_in_turns
-    from minivllm.bench.environment import imported_sources
+    from minivllm.bench.environment import describe_code, imported_sources
     from minivllm.bench.memory import peak_memory
     from minivllm.bench.peers import make_engine
     from minivllm.bench.result_file import Measurement, ResultFile
@@ -80,6 +80,7 @@ def _measure(arguments: argparse.Namespace, setup: "Setup", workload: Workload, 
     names = _engine_names(arguments)
     peaks = {name: None if arguments.no_memory else peak_memory(name, setup, workload) for name in names}
     engines = [make_engine(name, setup) for name in names]
+    code = describe_code(imported_sources())
     timings = run_in_turns(engines, workload, arguments.warmup, arguments.repeats, _tell)
     ours, *peers = timings
     comparison = compare(ours, peers) if peers else None
@@ -104,9 +105,7 @@ def _measure(arguments: argparse.Namespace, setup: "Setup", workload: Workload, 
             for timing in timings
         ]
         extra = {"load_format": setup.load_format, "temperature": workload.temperature, "comparison": comparison}
-        result = ResultFile.record(
-            f"engine_{arguments.workload}", setup.device, measurements, imported_sources(), extra
-        )
+        result = ResultFile.record(f"engine_{arguments.workload}", setup.device, measurements, code, extra)
         result.save(arguments.json)
         _tell(f"wrote {arguments.json}: {result.subtitle()}")
 

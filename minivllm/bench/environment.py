@@ -15,6 +15,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent.parent
 COMMIT_VARIABLE = "MINIVLLM_COMMIT"
 UNKNOWN = "unknown"
+_VARIABLES_THAT_MATTER = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MINIVLLM_ATTENTION_BACKEND")
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,9 @@ def imported_sources(excluded: Iterable[str] = ("bench", "cli.py", "__main__.py"
 
 
 def current_command() -> str:
-    """The command line of this process, with the interpreter's path left out."""
-    return shlex.join(["python", "-m", "minivllm", *sys.argv[1:]])
+    """The command line of this process, without the interpreter's path, after the variables that change its speed."""
+    variables = [f"{name}={os.environ[name]}" for name in _VARIABLES_THAT_MATTER if name in os.environ]
+    return shlex.join([*variables, "python", "-m", "minivllm", *sys.argv[1:]])
 
 
 def _git(*arguments: str) -> str | None:

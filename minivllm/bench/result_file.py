@@ -100,7 +100,7 @@ class ResultFile:
         benchmark: str,
         device: str,
         measurements: Sequence[Measurement],
-        sources: Iterable[Path],
+        sources: Iterable[Path] | Code,
         extra: dict[str, Any] | None = None,
     ) -> "ResultFile":
         """Measurements with the provenance of this process.
@@ -108,13 +108,14 @@ class ResultFile:
         Args:
             benchmark: what was run, such as "engine_mixed".
             device: "cpu", "cuda" or "cuda:N".
-            sources: files of the package whose speed was measured; the file is outdated once they change.
+            sources: files of the package whose speed was measured; the file is outdated once they change. A long run
+                describes them when it starts (`describe_code`), because somebody may edit them before it ends.
         """
         return cls(
             benchmark=benchmark,
             device=device,
             environment=describe_environment(device),
-            code=describe_code(sources),
+            code=sources if isinstance(sources, Code) else describe_code(sources),
             command=current_command(),
             time_utc=datetime.now(timezone.utc).strftime(_TIME_FORMAT),
             measurements=list(measurements),
