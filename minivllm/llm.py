@@ -65,7 +65,7 @@ class LLM:
         self._prompt_reader = PromptReader(
             self.tokenizer, runner.vocab_size, self.max_model_len, runner.num_blocks * runner.block_size
         )
-        self._eos_token_ids = find_eos_token_ids(path, runner.hf_config, self.tokenizer)
+        self.eos_token_ids = find_eos_token_ids(path, runner.hf_config, self.tokenizer)
         self._seeds = random.Random(self.config.seed)
         self._request_numbers = itertools.count()
         self._trackers: dict[str, RequestTracker] = {}
@@ -197,7 +197,7 @@ class LLM:
             own_params = dataclasses.replace(params, max_tokens=max_tokens, seed=_wrap_int64(seed + index))
             req_id = request_id if params.n == 1 else f"{request_id}-{index}"
             completions.append(CompletionTracker(req_id, index, token_ids, own_params, self.tokenizer))
-            requests.append(Request(req_id, token_ids, own_params, self._eos_token_ids, arrival_time=time.monotonic()))
+            requests.append(Request(req_id, token_ids, own_params, self.eos_token_ids, arrival_time=time.monotonic()))
         tracker = RequestTracker(request_id, text, token_ids, completions)
         with self._lock:
             for request, completion in zip(requests, completions, strict=True):

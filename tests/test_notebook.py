@@ -86,11 +86,11 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_source_is_shown_with_its_file_and_line_and_without_its_indent(shown):
-    show_source(Scheduler._num_new_tokens)
+    show_source(Scheduler.num_new_tokens)
     head, code = shown[0].split("\n\n", 1)
-    line = Scheduler._num_new_tokens.__code__.co_firstlineno
+    line = Scheduler.num_new_tokens.__code__.co_firstlineno
     assert head == f"`minivllm/engine/scheduler.py:{line}`"
-    assert code.startswith("```python\ndef _num_new_tokens(self") and code.endswith("\n```")
+    assert code.startswith("```python\ndef num_new_tokens(self") and code.endswith("\n```")
 
 
 def test_source_of_a_class_and_of_a_decorated_function_can_be_shown(shown):

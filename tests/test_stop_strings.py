@@ -25,9 +25,7 @@ def grow(text: str, stop: list[str], sizes: list[int]) -> tuple[str, str | None,
 
 def first_completed(text: str, stop: list[str]) -> tuple[str, str | None]:
     """The rule, spelled out: the match that ends first, and of two the longer one."""
-    matches = [
-        (begin + len(s), begin, s) for s in stop for begin in range(len(text)) if text.startswith(s, begin)
-    ]
+    matches = [(begin + len(s), begin, s) for s in stop for begin in range(len(text)) if text.startswith(s, begin)]
     if not matches:
         return text, None
     _, begin, found = min(matches)

@@ -158,9 +158,14 @@ class KVCacheManager:
         return len(self.block_pool.blocks)
 
     @property
+    def num_used_blocks(self) -> int:
+        """Blocks that some request holds."""
+        return self.num_blocks - self.block_pool.num_free_blocks
+
+    @property
     def usage(self) -> float:
         """Share of the pool that some request holds, 0 to 1."""
-        return 1.0 - self.block_pool.num_free_blocks / self.num_blocks
+        return self.num_used_blocks / self.num_blocks
 
     def block_ids(self, request: Request) -> list[int]:
         return [block.block_id for block in self._tables.get(request.request_id, [])]

@@ -118,7 +118,7 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
-            num_new = self._num_new_tokens(request, request.num_computed_tokens, budget)
+            num_new = self.num_new_tokens(request, request.num_computed_tokens, budget)
             if num_new > 0:
                 new_block_ids = self._allocate_or_preempt(request, num_new)
                 if new_block_ids is None:
@@ -134,7 +134,7 @@ class Scheduler:
             request = self.waiting[0]
             computed_blocks = self.kv_cache_manager.find_computed_blocks(request)
             num_computed = len(computed_blocks) * self.kv_cache_manager.block_size
-            num_new = self._num_new_tokens(request, num_computed, budget)
+            num_new = self.num_new_tokens(request, num_computed, budget)
             if not self.enable_chunked_prefill and num_new < request.num_tokens - num_computed:
                 break
             new_block_ids = self.kv_cache_manager.allocate(request, num_new, computed_blocks, self.num_lookahead_tokens)
@@ -154,7 +154,7 @@ class Scheduler:
             self._book(output, request, num_new)
             budget -= num_new
 
-    def _num_new_tokens(self, request: Request, num_computed: int, budget: int) -> int:
+    def num_new_tokens(self, request: Request, num_computed: int, budget: int) -> int:
         """The one rule: all that is not in the cache yet, cut to the threshold, the budget and the longest length.
 
         The last position of a request of max_model_len tokens is never computed: no token may follow it.

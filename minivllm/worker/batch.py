@@ -82,6 +82,16 @@ class PersistentBatch:
             self._append_blocks(state.row, block_ids)
             self.num_computed[state.row] = num_computed
 
+    def token_ids_of(self, req_id: str) -> np.ndarray:
+        """All token ids of a request that has a row, [num_tokens] int32."""
+        row = self.states[req_id].row
+        return self.token_ids[row, : self.num_tokens[row]]
+
+    def block_ids_of(self, req_id: str) -> np.ndarray:
+        """The block table of a request that has a row, [blocks it owns] int32."""
+        row = self.states[req_id].row
+        return self.block_table[row, : self.num_blocks[row]]
+
     def append_token(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
         """One sampled token for each of these rows."""
         self.token_ids[rows, self.num_tokens[rows]] = token_ids

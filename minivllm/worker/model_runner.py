@@ -101,16 +101,21 @@ class ModelRunner:
         if not scheduler_output.num_scheduled_tokens:
             return ModelRunnerOutput()
         inputs = prepare_inputs(self.batch, scheduler_output, self.device)
-        context = ForwardContext(inputs.attention, self.attention_backend, self.kv_caches)
-        with set_forward_context(context):
-            hidden = self.model(inputs.input_ids, inputs.positions)
+        hidden = self.forward(inputs)
         output = ModelRunnerOutput(prompt_logprobs=self._prompt_logprobs(inputs, hidden))
         if len(inputs.sampled):
-            self._sample(inputs, hidden, output)
+            self.sample(inputs, hidden, output)
         return output
 
-    def _sample(self, inputs: StepInputs, hidden: torch.Tensor, output: ModelRunnerOutput) -> None:
-        """Sample one token for each request whose last known token was computed, and book it in the batch."""
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """Run the model over the step's tokens; their K and V are in the cache afterwards. Returns hidden [T, H]."""
+        with set_forward_context(ForwardContext(inputs.attention, self.attention_backend, self.kv_caches)):
+            return self.model(inputs.input_ids, inputs.positions)
+
+    @torch.inference_mode()
+    def sample(self, inputs: StepInputs, hidden: torch.Tensor, output: ModelRunnerOutput) -> None:
+        """Choose a token for each request whose last known token was computed: into the batch and the output."""
         states = [inputs.states[index] for index in inputs.sampled]
         rows = inputs.rows[inputs.sampled]
         raw_logits = self.model.compute_logits(hidden[inputs.logits_rows]).float()
@@ -118,9 +123,9 @@ class ModelRunner:
         # Processors work in place, and log-probabilities are those of the raw logits.
         logits = raw_logits.clone() if wanted else raw_logits
         token_ids = self.sampler(logits, self._sampling_metadata(states, rows))
-        for state, token_id in zip(states, token_ids, strict=True):
+        for index, state in enumerate(states):
             if state.output_counts is not None:
-                state.output_counts[token_id] += 1
+                state.output_counts[token_ids[index]] += 1
         if wanted:
             entries = gather_logprobs(
                 raw_logits[wanted], token_ids[wanted], [states[i].sampling_params.logprobs for i in wanted]
