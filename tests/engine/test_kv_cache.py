@@ -274,7 +274,13 @@ class TestPrefixLookup:
         request.append_output_token(4, 32)
         request.spec_token_ids = [5, 6, 7, 8]
         kv.allocate(request, 5)
-        assert len(kv.find_computed_blocks(make_request("b", [1, 2, 3, 4, 5, 6, 7, 8, 9]))) == 1
+        request.num_computed_tokens = 4
+        assert [block.block_hash is not None for block in kv.block_pool.blocks[:2]] == [True, False]
+        for token in (5, 6, 9, 9):
+            request.append_output_token(token, 32)
+        kv.allocate(request, 4)
+        assert len(kv.find_computed_blocks(make_request("b", [1, 2, 3, 4, 5, 6, 7, 8, 0]))) == 1
+        assert len(kv.find_computed_blocks(make_request("c", [1, 2, 3, 4, 5, 6, 9, 9, 0]))) == 2
         kv.check_invariants()
 
     def test_only_blocks_that_the_step_fills_are_named(self):

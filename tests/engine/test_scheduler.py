@@ -180,6 +180,13 @@ class TestBatching:
         assert set(run_step(scheduler, {"a": [1], "b": [1]}).num_scheduled_tokens) == {"a", "b"}
         assert set(run_step(scheduler, {"c": [1]}).num_scheduled_tokens) == {"c"}
 
+    def test_requests_whose_step_is_on_its_way_count_as_running(self):
+        scheduler = make_scheduler(max_num_seqs=2)
+        started(scheduler, make_request("a", [1]), make_request("b", [2]))
+        scheduler.add_request(make_request("c", [3]))
+        assert set(scheduler.schedule().num_scheduled_tokens) == {"a", "b"}
+        assert scheduler.schedule().num_scheduled_tokens == {}
+
     def test_a_failed_allocation_ends_admission_in_order_of_arrival(self):
         scheduler = make_scheduler(num_blocks=8, max_model_len=32)
         started(scheduler, make_request("a", 20))
