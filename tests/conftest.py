@@ -3,12 +3,11 @@
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Deterministic everywhere: a red run can be repeated by whoever reads about it. MINUTES of search are started by hand
-# with `pytest --hypothesis-profile=search`.
-settings.register_profile(
-    "ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.register_profile("search", deadline=None, max_examples=2000, suppress_health_check=[HealthCheck.too_slow])
+# The same examples everywhere, so that whoever reads about a red run can repeat it. A longer search for new ones is
+# started by hand: pytest --hypothesis-profile=search
+COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("ci", derandomize=True, max_examples=100, **COMMON)
+settings.register_profile("search", max_examples=2000, **COMMON)
 settings.load_profile("ci")
 
 

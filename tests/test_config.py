@@ -53,7 +53,8 @@ def test_a_setting_that_cannot_work_is_refused_by_name(settings, message):
 
 
 def test_a_budget_smaller_than_max_num_seqs_is_refused_with_both_ways_out():
-    with pytest.raises(ConfigError, match=r"max_num_batched_tokens \(7\) .* raise it to 8,? or lower max_num_seqs to 7"):
+    message = r"max_num_batched_tokens \(7\) .* raise it to 8,? or lower max_num_seqs to 7"
+    with pytest.raises(ConfigError, match=message):
         EngineConfig("m", max_num_seqs=8, max_num_batched_tokens=7)
     assert EngineConfig("m", max_num_seqs=8, max_num_batched_tokens=8).max_num_batched_tokens == 8
 

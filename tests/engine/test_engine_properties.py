@@ -119,7 +119,7 @@ class EngineHistory(RuleBasedStateMachine):
 
 
 TestEngineHistories = EngineHistory.TestCase
-TestEngineHistories.settings = settings(max_examples=150, stateful_step_count=30)
+TestEngineHistories.settings = settings(stateful_step_count=30)
 
 
 @given(options=engine_settings(), prompts=st.lists(prompts, min_size=1, max_size=6), params=params)
@@ -128,7 +128,6 @@ TestEngineHistories.settings = settings(max_examples=150, stateful_step_count=30
     prompts=[[1] * 20] * 6,
     params={"max_tokens": 24},
 )
-@settings(max_examples=100)
 def test_a_batch_gives_each_request_what_it_gets_alone(options, prompts, params):
     core = fake_engine(max_model_len=MAX_MODEL_LEN, draft=sometimes_right, **options)
     requests = [make_request(str(index), prompt, **params) for index, prompt in enumerate(prompts)]

@@ -93,4 +93,4 @@ class KVCacheHistory(RuleBasedStateMachine):
 
 
 TestKVCacheHistories = KVCacheHistory.TestCase
-TestKVCacheHistories.settings = settings(max_examples=100, stateful_step_count=40)
+TestKVCacheHistories.settings = settings(stateful_step_count=40)

@@ -119,7 +119,7 @@ def test_a_preempted_request_may_end_before_it_comes_back(while_parked):
         b.update_states(message(finished=["a"]))
     else:
         b.update_states(message(preempted=["a"], finished=["a"]))
-    assert b.states == {}
+    assert b.states == {} and b._free_rows == [0]
     b.update_states(message([new("b", [6], [0])]))
     assert tokens_of(b, "b") == [6]
 
