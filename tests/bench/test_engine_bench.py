@@ -3,6 +3,7 @@
 import pytest
 
 from minivllm.bench.result_file import load
+from minivllm.bench.workloads import QWEN3_0_6B
 from minivllm.cli import main
 
 TINY = {
@@ -38,8 +39,18 @@ def tiny(tmp_path_factory):
     return directory
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """A tiny model gains nothing by a second thread, and loses much where the machine is busy."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 def bench(*options: object) -> int:
-    return main(["bench", "engine", "--device", "cpu", *map(str, options)])
+    return main(["bench", "engine", "--device", "cpu", "--threads", "1", *map(str, options)])
 
 
 def test_bench_alone_prints_a_table_and_writes_a_result(tiny, tmp_path, capsys):
@@ -116,3 +127,16 @@ def test_vllm_is_refused_where_it_is_not_installed(tiny, capsys, monkeypatch):
 def test_a_directory_without_config_is_refused(tmp_path, capsys):
     assert bench("--model", tmp_path) == 2
     assert "holds no config.json" in capsys.readouterr().err
+
+
+def test_yardstick_needs_no_model_on_disk(tmp_path, monkeypatch):
+    small = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "head_dim": 16, "vocab_size": 128}
+    for name, value in {**small, "num_attention_heads": 2, "num_key_value_heads": 1}.items():
+        monkeypatch.setitem(QWEN3_0_6B, name, value)
+    out = tmp_path / "out.json"
+    options = ("--workload", "yardstick", "--num-requests", 1, "--warmup", 0, "--repeats", 1, "--no-memory")
+    assert bench(*options, "--json", out) == 0
+    result = load(out)
+    assert (result.benchmark, result.extra["load_format"]) == ("engine_yardstick", "dummy")
+    assert result.measurements[0].dtype == "bfloat16"
+    assert result.measurements[0].shapes["num_hidden_layers"] == 1
