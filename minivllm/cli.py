@@ -53,9 +53,10 @@ def _parser() -> argparse.ArgumentParser:
         "bench", help="measure and write result files", description="Measure and write result files."
     )
     bench_commands = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
-    from minivllm.bench.engine import add_arguments as add_engine_arguments
+    from minivllm.bench import engine, equality
 
-    add_engine_arguments(bench_commands.add_parser("engine", help="throughput of the whole engine, with peers"))
+    engine.add_arguments(bench_commands.add_parser("engine", help="throughput of the whole engine, with peers"))
+    equality.add_arguments(bench_commands.add_parser("equality", help="greedy tokens against transformers'"))
     return parser
 
 
