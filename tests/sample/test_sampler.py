@@ -129,6 +129,10 @@ class TestProbabilities:
         assert (probabilities(logits, metadata([1.0], min_p=[0.5]))[0] > 0).tolist() == [True, False, False]
         assert (probabilities(logits, metadata([4.0], min_p=[0.5]))[0] > 0).tolist() == [True, True, True]
 
+    def test_a_top_p_that_float32_rounds_to_zero_keeps_the_most_likely_token(self):
+        p = probabilities(torch.tensor([[1.0, 3.0, 2.0]]), metadata([1.0], top_p=[1e-60]))
+        assert p.tolist() == [[0, 1, 0]]
+
     def test_tokens_masked_before_stay_masked(self):
         logits = torch.tensor([[-math.inf, 1.0, -math.inf, 0.0]])
         for setting in ({"top_k": [3]}, {"top_p": [0.9999]}, {"min_p": [1e-9]}, {}):
@@ -191,12 +195,19 @@ class TestDraw:
         u = torch.linspace(0, JUST_UNDER_1, 100, dtype=torch.float64)
         assert set(draw(p, u).tolist()) == {token}
 
-    def test_tiny_tails_are_reached_in_double_precision(self):
+    @pytest.mark.parametrize("tail", [1.5e-12, 100.5e-12, 300.5e-12, 500.5e-12])
+    def test_tiny_tails_are_reached_in_double_precision(self, tail):
         p = torch.full((1, 512), 1e-12)
         p[0, 0] = 1.0
-        u = torch.tensor([1 - 1.5e-12], dtype=torch.float64)
+        u = torch.tensor([1 - tail], dtype=torch.float64)
         assert draw(p, u).tolist() == [naive_draw(p[0], u[0])]
-        assert draw(p, u).item() > 500
+        assert draw(p, u).item() > 0
+
+    def test_sums_that_round_differently_in_another_order_do_not_lead_past_the_end(self):
+        p = torch.full((1, 256), 3e-17)
+        p[0, 0], p[0, 200:] = 1.0, 0.0
+        token = draw(p, torch.tensor([JUST_UNDER_1], dtype=torch.float64))
+        assert p[0, token] > 0
 
     def test_frequencies_are_the_probabilities(self):
         p = torch.tensor([0.5, 0.0, 0.25, 0.125, 0.1, 0.025])
