@@ -44,11 +44,37 @@ _BLOCK = tl.constexpr(BLOCK)
 
 
 @triton.jit
+def _look_up(table, n, hi, SPARSE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the keys n .. n + BLOCK_N are said to be: their pages, or with SPARSE their slots, -1 for none."""
+    if SPARSE:
+        key = n + tl.arange(0, BLOCK_N)
+        entry = tl.load(table + key, mask=key < hi, other=-1).to(tl.int64)
+    else:
+        entry = load_pages(table, n, hi, BLOCK_SIZE, BLOCK_N)
+    return entry
+
+
+@triton.jit
+def _place(
+    entry, n, hi, cache_block, cache_slot, SPARSE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Offsets of the rows of the keys n .. n + BLOCK_N in elements of the cache, and which of them exist."""
+    key = n + tl.arange(0, BLOCK_N)
+    if SPARSE:
+        offset = entry // BLOCK_SIZE * cache_block + entry % BLOCK_SIZE * cache_slot
+        inside = entry >= 0
+    else:
+        offset = entry * cache_block + key % BLOCK_SIZE * cache_slot
+        inside = key < hi
+    return offset, inside
+
+
+@triton.jit
 def _load_rows(
-    cache, offset, inside, dtype: tl.constexpr, FP8: tl.constexpr,
+    cache, offset, inside, FP8: tl.constexpr,
     DC: tl.constexpr, DR: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """c [N, BLOCK_C] and rope [N, BLOCK_R] of the rows at these offsets (in elements of the cache); others are 0."""
+    """Rows as they are stored: c [N, BLOCK_C], rope [N, BLOCK_R], scale [N, BLOCK_C / 128]; 0 where not inside."""
     column = tl.arange(0, BLOCK_C)
     r = tl.arange(0, BLOCK_R)
     row = cache + offset[:, None]
@@ -59,15 +85,24 @@ def _load_rows(
         c_at = row.to(tl.pointer_type(tl.float8e4nv)) + column[None, :]
         scale_at = (row + DC).to(tl.pointer_type(tl.float32)) + group[None, :]
         rope_at = (row + DC + DC // 32).to(tl.pointer_type(tl.bfloat16)) + r[None, :]
-        c = tl.load(c_at, mask=c_mask, other=0.0).to(tl.float32)
         scale = tl.load(scale_at, mask=inside[:, None] & (group < DC // 128)[None, :], other=0.0)
-        c = c.reshape(c.shape[0], BLOCK_C // 128, 128) * scale[:, :, None]
-        c = round_to(c.reshape(c.shape[0], BLOCK_C), dtype)
-        rope = tl.load(rope_at, mask=r_mask, other=0.0).to(dtype)
     else:
-        c = tl.load(row + column[None, :], mask=c_mask, other=0.0)
-        rope = tl.load(row + DC + r[None, :], mask=r_mask, other=0.0)
-    return c, rope
+        c_at = row + column[None, :]
+        rope_at = row + DC + r[None, :]
+        scale = 1.0
+    return tl.load(c_at, mask=c_mask, other=0.0), tl.load(rope_at, mask=r_mask, other=0.0), scale
+
+
+@triton.jit
+def _fold(acc, m, l, q_c, q_r, c, rope, mask, scale, MASKED: tl.constexpr):
+    """Fold one tile of keys, c [N, BLOCK_C] and rope [N, BLOCK_R], into (acc, m, l)."""
+    s = dot(q_r, rope.T, tl.zeros([q_c.shape[0], c.shape[0]], tl.float32))
+    s = dot(q_c, c.T, s)
+    if MASKED:
+        s = tl.where(mask, s, float("-inf"))
+    p, alpha, m, l = online_softmax(s, m, l, scale)
+    acc = dot(round_to(p, q_c.dtype), c, acc * alpha[:, None])
+    return acc, m, l
 
 
 @triton.jit
@@ -77,31 +112,36 @@ def _attend(
     BLOCK_SIZE: tl.constexpr, DC: tl.constexpr, DR: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Fold the keys lo .. hi into (acc, m, l); row i sees the keys below visible[i]."""
-    page = tl.zeros([BLOCK_N], tl.int64) if SPARSE else load_pages(table, lo, hi, BLOCK_SIZE, BLOCK_N)
-    for n in tl.range(lo, hi, BLOCK_N):
-        key = n + tl.arange(0, BLOCK_N)
-        inside = key < hi
-        if TMA and not MASKED:
-            cache_row = page.to(tl.int32) * BLOCK_SIZE + n % BLOCK_SIZE
-            c = c_desc.load([cache_row, 0])
-            rope = rope_desc.load([cache_row, 0])
-        else:
-            if SPARSE:
-                slot = tl.load(table + key, mask=inside, other=-1).to(tl.int64)
-                inside = slot >= 0
-                offset = slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_slot
+    """Fold the keys lo .. hi into (acc, m, l); row i sees the keys below visible[i]. Addresses come a tile ahead."""
+    entry = _look_up(table, lo, hi, SPARSE, BLOCK_SIZE, BLOCK_N)
+    if FP8:
+        # An FP8 tile passes through registers on its way to the dot product, so the compiler does not pipeline its
+        # load: the next tile is fetched by hand while this one is at work.
+        offset, inside = _place(entry, lo, hi, cache_block, cache_slot, SPARSE, BLOCK_SIZE, BLOCK_N)
+        raw, rope, row_scale = _load_rows(cache, offset, inside, FP8, DC, DR, BLOCK_C, BLOCK_R)
+        entry = _look_up(table, lo + BLOCK_N, hi, SPARSE, BLOCK_SIZE, BLOCK_N)
+        for n in tl.range(lo, hi, BLOCK_N):
+            next_n = n + BLOCK_N
+            offset, next_inside = _place(entry, next_n, hi, cache_block, cache_slot, SPARSE, BLOCK_SIZE, BLOCK_N)
+            next_raw, next_rope, next_scale = _load_rows(cache, offset, next_inside, FP8, DC, DR, BLOCK_C, BLOCK_R)
+            entry = _look_up(table, next_n + BLOCK_N, hi, SPARSE, BLOCK_SIZE, BLOCK_N)
+            c = raw.to(tl.float32).reshape(BLOCK_N, BLOCK_C // 128, 128) * row_scale[:, :, None]
+            c = round_to(c.reshape(BLOCK_N, BLOCK_C), q_c.dtype)
+            mask = inside[None, :] & ((n + tl.arange(0, BLOCK_N))[None, :] < visible[:, None])
+            acc, m, l = _fold(acc, m, l, q_c, q_r, c, rope, mask, scale, SPARSE or MASKED)
+            raw, rope, row_scale, inside = next_raw, next_rope, next_scale, next_inside
+    else:
+        for n in tl.range(lo, hi, BLOCK_N):
+            offset, inside = _place(entry, n, hi, cache_block, cache_slot, SPARSE, BLOCK_SIZE, BLOCK_N)
+            if TMA and not MASKED:
+                cache_row = entry.to(tl.int32) * BLOCK_SIZE + n % BLOCK_SIZE
+                c = c_desc.load([cache_row, 0])
+                rope = rope_desc.load([cache_row, 0])
             else:
-                offset = page * cache_block + key % BLOCK_SIZE * cache_slot
-            c, rope = _load_rows(cache, offset, inside, q_c.dtype, FP8, DC, DR, BLOCK_C, BLOCK_R)
-        if not SPARSE:
-            page = load_pages(table, n + BLOCK_N, hi, BLOCK_SIZE, BLOCK_N)
-        s = dot(q_r, rope.T, tl.zeros([q_c.shape[0], BLOCK_N], tl.float32))
-        s = dot(q_c, c.T, s)
-        if SPARSE or MASKED:
-            s = tl.where(inside[None, :] & (key[None, :] < visible[:, None]), s, float("-inf"))
-        p, alpha, m, l = online_softmax(s, m, l, scale)
-        acc = dot(round_to(p, q_c.dtype), c, acc * alpha[:, None])
+                c, rope, _ = _load_rows(cache, offset, inside, FP8, DC, DR, BLOCK_C, BLOCK_R)
+            entry = _look_up(table, n + BLOCK_N, hi, SPARSE, BLOCK_SIZE, BLOCK_N)
+            mask = inside[None, :] & ((n + tl.arange(0, BLOCK_N))[None, :] < visible[:, None])
+            acc, m, l = _fold(acc, m, l, q_c, q_r, c, rope, mask, scale, SPARSE or MASKED)
     return acc, m, l
 
 
@@ -168,20 +208,22 @@ def _mla_kernel(
 @triton.jit
 def _merge_kernel(
     parts, part_lse, out, lse, num_splits, S_Q,
-    H: tl.constexpr, DC: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
+    H: tl.constexpr, DC: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
-    b = tl.program_id(1).to(tl.int64)
+    b = tl.program_id(0).to(tl.int64)
     base = tl.load(num_splits + b)
     count = tl.load(num_splits + b + 1) - base
     if count > 1:
-        column = tl.arange(0, BLOCK_C)
         rows = S_Q * H
-        o, row_lse = merge_parts(
-            parts + row * DC, part_lse + row, base, count, rows * DC, rows, column, column < DC, BLOCK_P
-        )
-        tl.store(out + (b * rows + row) * DC + column, round_to(o, out.dtype.element_ty), column < DC)
-        tl.store(lse + (b * H + row % H) * S_Q + row // H, row_lse)
+        column = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
+        for i in range(0, ROWS):
+            row = tl.program_id(1) * ROWS + i
+            if row < rows:
+                o, row_lse = merge_parts(
+                    parts + row * DC, part_lse + row, base, count, rows * DC, rows, column, column < DC, BLOCK_P
+                )
+                tl.store(out + (b * rows + row) * DC + column, round_to(o, out.dtype.element_ty), column < DC)
+                tl.store(lse + (b * H + row % H) * S_Q + row // H, row_lse)
 
 
 def flash_mla_with_kvcache(
@@ -259,9 +301,11 @@ def launch(
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_C=block_c, BLOCK_R=block_r,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
-    _merge_kernel[(rows, batch)](
+    # With few requests each is cut into many pieces, so every row gets programs of its own; with many, few are split.
+    rows_each = 1 if batch <= 8 else 8
+    _merge_kernel[(batch, triton.cdiv(rows, rows_each), triton.cdiv(d_c, 128))](
         parts, part_lse, out, lse, num_splits, s_q,
-        H=num_heads, DC=d_c, BLOCK_C=block_c, BLOCK_P=8, num_warps=4,
+        H=num_heads, DC=d_c, ROWS=rows_each, BLOCK_C=128, BLOCK_P=32, num_warps=4,
     )  # fmt: skip
     return out, lse
 

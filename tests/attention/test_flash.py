@@ -5,6 +5,7 @@ import torch
 from attention_cases import DEVICE, TOLERANCE, assert_close, cumulative, int32, randn, relative_error, strided
 
 from minivllm.attention import flash, reference
+from minivllm.attention.flash_backward import flash_attn_func
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # (s_q, s_k): one token, tails of tiles, more queries than keys, and requests without queries or without keys.
@@ -186,3 +187,60 @@ def test_a_wrong_tensor_is_refused_by_name(name, change):
 def test_a_wrong_option_is_refused_by_name(name, value):
     with pytest.raises(ValueError, match=name):
         flash.flash_attn_varlen_func(**_good(), **{name: value})
+
+
+def check_gradients(batch, s_q, s_k, heads, kv_heads, d, dtype, causal):
+    """dq, dk and dv against autograd through the oracle in float64."""
+    tensors = [randn(batch, s, h, d, dtype=dtype) for s, h in ((s_q, heads), (s_k, kv_heads), (s_k, kv_heads))]
+    do = randn(batch, s_q, heads, d, dtype=dtype)
+
+    def gradients(attention, inputs, do):
+        inputs = [x.detach().clone().requires_grad_() for x in inputs]
+        attention(*inputs).backward(do)
+        return [x.grad for x in inputs]
+
+    def oracle(q, k, v):
+        return torch.stack([reference.attend(q[b], k[b], v[b], d**-0.5, causal)[0] for b in range(batch)])
+
+    found = gradients(lambda q, k, v: flash_attn_func(q, k, v, causal=causal), tensors, do)
+    again = gradients(lambda q, k, v: flash_attn_func(q, k, v, causal=causal), tensors, do)
+    wanted = gradients(oracle, [x.double() for x in tensors], do.double())
+    for grad, repeated, want in zip(found, again, wanted, strict=True):
+        assert grad.dtype == dtype and relative_error(grad, want) <= 2 * TOLERANCE[dtype]
+        assert torch.equal(grad, repeated)
+
+
+@pytest.mark.parametrize(
+    "batch, s_q, s_k, heads, kv_heads, d, dtype, causal",
+    [
+        (2, 50, 50, 2, 1, 32, torch.float32, True),
+        (1, 37, 70, 3, 3, 48, torch.float32, False),
+        (1, 40, 90, 2, 2, 64, torch.bfloat16, True),
+        (1, 33, 33, 4, 1, 80, torch.float16, False),
+    ],
+)
+def test_gradients_match_autograd_through_the_oracle(batch, s_q, s_k, heads, kv_heads, d, dtype, causal):
+    check_gradients(batch, s_q, s_k, heads, kv_heads, d, dtype, causal)
+
+
+def test_rows_that_see_no_key_have_no_gradient():
+    q, k, v = (randn(1, s, 1, 16).requires_grad_() for s in (9, 4, 4))
+    flash_attn_func(q, k, v, causal=True).sum().backward()
+    assert (q.grad[:, :5] == 0).all() and all(torch.isfinite(x.grad).all() for x in (q, k, v))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("d", [64, 96, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_of_long_sequences_match_on_a_gpu(dtype, d, causal):
+    check_gradients(2, 777, 1024, 4, 2, d, dtype, causal)
+
+
+@pytest.mark.parametrize(
+    "name, shapes",
+    [("q", [(2, 8), (1, 4, 1, 16), (1, 4, 1, 16)]), ("v", [(1, 4, 1, 16), (1, 4, 1, 16), (1, 5, 1, 16)])],
+)
+def test_a_wrong_tensor_for_training_is_refused_by_name(name, shapes):
+    with pytest.raises(ValueError, match=rf"^{name} should be"):
+        flash_attn_func(*(randn(*shape) for shape in shapes))
