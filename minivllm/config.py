@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SUPPORTED_DTYPES = ("auto", "float32", "float16", "bfloat16")
-ATTENTION_BACKENDS = ("auto", "reference", "torch")
+ATTENTION_BACKENDS = ("auto", "reference", "torch", "triton")
 DEFAULT_BLOCK_SIZE = 16
 
 
@@ -113,7 +113,6 @@ class EngineConfig:
         """Options that architecture and command line already name, but that nothing serves yet."""
         not_built = {
             "quantization": self.quantization is not None,
-            "kv_cache_dtype": self.kv_cache_dtype != "auto",
             "scheduling_policy": self.scheduling_policy != "fcfs",
             "gemm_backend": self.gemm_backend != "auto",
             "speculative_config": self.speculative_config is not None,
@@ -128,7 +127,7 @@ class EngineConfig:
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r} is not built yet: leave it at its default ({default!r})"
                 )
-        if self.attention_backend in ("triton", "hopper"):
+        if self.attention_backend == "hopper":
             raise ConfigError(
                 f"attention_backend={self.attention_backend!r} is not built yet: use one of "
                 f"{', '.join(ATTENTION_BACKENDS)}"

@@ -63,7 +63,6 @@ def test_a_budget_smaller_than_max_num_seqs_is_refused_with_both_ways_out():
     ("name", "value"),
     [
         ("quantization", "fp8"),
-        ("kv_cache_dtype", "fp8"),
         ("scheduling_policy", "priority"),
         ("gemm_backend", "triton"),
         ("speculative_config", {"method": "ngram", "num_speculative_tokens": 4}),
@@ -71,7 +70,6 @@ def test_a_budget_smaller_than_max_num_seqs_is_refused_with_both_ways_out():
         ("tensor_parallel_size", 2),
         ("pp_token_feedback", "broadcast"),
         ("async_scheduling", True),
-        ("attention_backend", "triton"),
         ("attention_backend", "hopper"),
     ],
 )

@@ -4,12 +4,19 @@
 |---|---|---|
 | reference | the float64 oracle of `reference.py`, request by request | checking the others |
 | torch | vectorised PyTorch (`torch_paged.py`): a gather and a fused call | CPUs |
+| triton | the kernels of `paged.py` and `flash.py` | GPUs; on a CPU in Triton's interpreter, for study |
 
 A backend stores K and V of a step's rows in the paged cache and attends over it. It keeps no state of its own
-between steps but scratch memory, so one object serves all layers.
+between steps but scratch memory, so one object serves all layers. In the Triton backend the two kernels meet:
+
+    decode rows          few queries, long context, bound by memory      paged_attention
+    whole prompts        K and V are at hand, nothing to look up         flash_attn_varlen_func
+    chunks, prefix hits  many queries, part of the context in pages      paged_attention
 """
 
+import importlib.util
 import os
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -32,59 +39,156 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
     ) -> torch.Tensor:
-        """q [T, H, D] -> [T, H, D]; each row sees its request's cached tokens up to its own position."""
+        """q [T, H, D] -> [T, H, D]; each row sees its request's cached tokens up to its own position.
+
+        k and v [T, Hkv, D] are the step's own rows, which the cache holds already: where a request has no other
+        context, a backend may read them here.
+        """
         ...
 
 
-class _PagedBackend:
-    """The frame that backends share: store by slot, then the decode rows, then the others."""
+class TorchBackend:
+    name = "torch"
+
+    def __init__(self) -> None:
+        self._paged = TorchPagedAttention()
 
     def store(self, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         for rows, cache in zip((k, v), kv_cache, strict=True):
             cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, rows)
 
     def attend(
-        self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
     ) -> torch.Tensor:
-        parts, start = [], 0
-        for rows, attend in ((metadata.decode, self._decode), (metadata.varlen, self._varlen)):
-            if rows is not None:
-                parts.append(attend(q[start : start + rows.num_rows], kv_cache, rows, scale))
-                start += rows.num_rows
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-class TorchBackend(_PagedBackend):
-    name = "torch"
-
-    def __init__(self) -> None:
-        paged = TorchPagedAttention()
-        self._decode, self._varlen = paged.decode, paged.varlen
-
-
-class ReferenceBackend(_PagedBackend):
-    name = "reference"
-
-    def _varlen(self, q: torch.Tensor, kv_cache: torch.Tensor, rows: PagedRows, scale: float) -> torch.Tensor:
-        return reference.paged_attention(
-            q, *kv_cache, rows.cu_seqlens_q, rows.seq_lens, rows.block_table, rows.max_seqlen_q, scale
+        return _in_two_parts(
+            metadata,
+            lambda part, rows: self._paged.decode(q[part], kv_cache, rows, scale),
+            lambda part, rows: self._paged.varlen(q[part], kv_cache, rows, scale),
         )
 
-    _decode = _varlen
+
+class ReferenceBackend(TorchBackend):
+    name = "reference"
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+    ) -> torch.Tensor:
+        def attend(part: slice, rows: PagedRows) -> torch.Tensor:
+            return reference.paged_attention(
+                q[part], *kv_cache, rows.cu_seqlens_q, rows.seq_lens, rows.block_table, rows.max_seqlen_q, scale
+            )
+
+        return _in_two_parts(metadata, attend, attend)
 
 
-_BACKENDS = {backend.name: backend for backend in (ReferenceBackend, TorchBackend)}
+class TritonBackend:
+    name = "triton"
+
+    def __init__(self) -> None:
+        # Imported here, because importing Triton settles whether kernels are compiled or interpreted.
+        from minivllm.attention.flash import flash_attn_varlen_func
+        from minivllm.attention.paged import paged_attention
+        from minivllm.attention.store import store_kv
+
+        self._flash, self._paged, self._store = flash_attn_varlen_func, paged_attention, store_kv
+
+    def store(self, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        self._store(k, v, kv_cache[0], kv_cache[1], slot_mapping)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+    ) -> torch.Tensor:
+        def paged(part: slice, rows: PagedRows) -> torch.Tensor:
+            return self._paged(
+                q[part],
+                kv_cache[0],
+                kv_cache[1],
+                rows.cu_seqlens_q,
+                rows.seq_lens,
+                rows.block_table,
+                rows.max_seqlen_q,
+                scale,
+                max_seqlen_k=rows.max_seqlen_k,
+            )
+
+        def varlen(part: slice, rows: PagedRows) -> torch.Tensor:
+            if not rows.are_whole_prompts:
+                return paged(part, rows)
+            cu, longest = rows.cu_seqlens_q, rows.max_seqlen_q
+            return self._flash(q[part], k[part], v[part], cu, cu, longest, longest, scale, causal=True)
+
+        return _in_two_parts(metadata, paged, varlen)
 
 
-def choose_backend(requested: str) -> AttentionBackend:
+def _in_two_parts(
+    metadata: AttentionMetadata,
+    decode: Callable[[slice, PagedRows], torch.Tensor],
+    varlen: Callable[[slice, PagedRows], torch.Tensor],
+) -> torch.Tensor:
+    """The decode rows through one function, the rows after them through the other."""
+    outputs, start = [], 0
+    for rows, attend in ((metadata.decode, decode), (metadata.varlen, varlen)):
+        if rows is not None:
+            outputs.append(attend(slice(start, start + rows.num_rows), rows))
+            start += rows.num_rows
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+_BACKENDS = {backend.name: backend for backend in (ReferenceBackend, TorchBackend, TritonBackend)}
+
+
+def choose_backend(requested: str, device: torch.device, head_dim: int, block_size: int) -> AttentionBackend:
     """The backend that a config's `attention_backend` stands for; the environment decides where it says "auto".
 
+    Without either, a GPU gets the Triton kernels where they can serve the model, and everything else PyTorch.
+
     Raises:
-        ConfigError: the environment variable names a backend that does not exist.
+        ConfigError: the environment variable names a backend that does not exist, or the one that was asked for
+            cannot serve the model.
     """
-    name = requested if requested != "auto" else os.environ.get(ENVIRONMENT_VARIABLE, "torch")
+    name = requested if requested != "auto" else os.environ.get(ENVIRONMENT_VARIABLE, "auto")
+    obstacle = _triton_obstacle(head_dim, block_size)
+    if name == "auto":
+        name = "triton" if device.type == "cuda" and obstacle is None else "torch"
     if name not in _BACKENDS:
-        raise ConfigError(f"{ENVIRONMENT_VARIABLE} must be one of {', '.join(_BACKENDS)}, not {name!r}")
+        raise ConfigError(f"{ENVIRONMENT_VARIABLE} must be one of auto, {', '.join(_BACKENDS)}, not {name!r}")
+    if name == "triton" and obstacle is not None:
+        raise ConfigError(f"attention_backend='triton' {obstacle}")
     return _BACKENDS[name]()
+
+
+def _triton_obstacle(head_dim: int, block_size: int) -> str | None:
+    """Why the Triton kernels cannot serve, or None if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "needs Triton, which is not installed here: use 'torch'"
+    if head_dim % 16 or head_dim > 256:
+        return f"needs a head_dim that is a multiple of 16 up to 256, not {head_dim}: use 'torch'"
+    if block_size > 256 or block_size & (block_size - 1):
+        return f"needs a block_size that is a power of two up to 256, not {block_size}: change it, or use 'torch'"
+    return None

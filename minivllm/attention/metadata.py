@@ -39,6 +39,11 @@ class PagedRows:
     _slots: torch.Tensor | None = field(default=None, repr=False)
     _mask: torch.Tensor | None = field(default=None, repr=False)
 
+    @property
+    def are_whole_prompts(self) -> bool:
+        """Whether no request has context from before this step."""
+        return self.query_lens == self.context_lens
+
     def slots(self) -> torch.Tensor:
         """[B, max_seqlen_k] int64: cache slot of each context position; made once a step, shared by all layers.
 

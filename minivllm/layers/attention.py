@@ -34,4 +34,4 @@ class Attention(nn.Module):
         kv_cache = context.kv_caches[self.layer_name]
         backend, metadata = context.attention_backend, context.attention_metadata
         backend.store(k, v, kv_cache, metadata.slot_mapping)
-        return backend.attend(q, kv_cache, metadata, self.scale)
+        return backend.attend(q, k, v, kv_cache, metadata, self.scale)

@@ -46,7 +46,9 @@ class ModelRunner:
         self.dtype = resolve_dtype(config.dtype, self.device, self.hf_config)
         self.vocab_size = self.hf_config.vocab_size
         self.max_model_len = config.resolve_max_model_len(self.hf_config.max_position_embeddings)
-        self.attention_backend = choose_backend(config.attention_backend)
+        first = self.model.attention_layers()[0]
+        self.attention_backend = choose_backend(config.attention_backend, self.device, first.head_dim, self.block_size)
+        self.kv_cache_dtype = resolve_kv_cache_dtype(config.kv_cache_dtype, self.dtype, self.attention_backend.name)
         self.sampler = Sampler()
         self.kv_caches: dict[str, torch.Tensor] = {}
         self._allocate_kv_cache()
@@ -63,7 +65,7 @@ class ModelRunner:
             block_size=self.block_size,
             num_kv_heads=layers[0].num_kv_heads,
             head_dim=layers[0].head_dim,
-            bytes_per_element=self.dtype.itemsize,
+            bytes_per_element=self.kv_cache_dtype.itemsize,
         )
         self.num_blocks = count_blocks(self.config, spec, self.max_model_len, self.device, self._measure_activations)
         capacity = self.num_blocks * self.block_size
@@ -72,7 +74,7 @@ class ModelRunner:
         for layer in layers:
             # Not zeroed: nothing may ever read a slot that was not written, and tests poison them to prove it.
             self.kv_caches[layer.layer_name] = torch.empty(
-                spec.layer_shape(self.num_blocks), dtype=self.dtype, device=self.device
+                spec.layer_shape(self.num_blocks), dtype=self.kv_cache_dtype, device=self.device
             )
 
     def _measure_activations(self) -> int:
@@ -229,10 +231,25 @@ class _SkippedAttention:
         return torch.zeros_like(q)
 
 
+def resolve_kv_cache_dtype(kv_cache_dtype: str, dtype: torch.dtype, backend: str) -> torch.dtype:
+    """The model's own dtype, or float8_e4m3fn for "fp8"; raises ConfigError where the backend cannot read that."""
+    if kv_cache_dtype == "auto":
+        return dtype
+    if backend != "triton":
+        raise ConfigError(
+            f"kv_cache_dtype='fp8' needs attention_backend='triton', not {backend!r}: the other backends read only a "
+            "cache of the model's own dtype"
+        )
+    return torch.float8_e4m3fn
+
+
 def resolve_device(device: str) -> torch.device:
     """ "auto" is the GPU if there is one; raises ConfigError where the named device does not exist."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device={device!r} needs a CUDA GPU, and PyTorch sees none: use device='cpu'")
-    return torch.device(device)
+    found = torch.device(device)
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device={device!r}: PyTorch sees {torch.cuda.device_count()} GPU(s), counted from cuda:0")
+    return found

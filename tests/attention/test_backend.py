@@ -1,15 +1,22 @@
-"""The vectorised CPU backend beside the oracle, on caches whose unowned memory is poison."""
+"""The torch and triton backends beside the oracle, on caches whose unowned memory is poison."""
 
 import pytest
 import torch
 
-from minivllm.attention.backend import ENVIRONMENT_VARIABLE, ReferenceBackend, TorchBackend, choose_backend
+from minivllm.attention.backend import (
+    ENVIRONMENT_VARIABLE,
+    ReferenceBackend,
+    TorchBackend,
+    TritonBackend,
+    choose_backend,
+)
 from minivllm.attention.metadata import AttentionMetadata, PagedRows
 from minivllm.attention.torch_paged import _chunk_mask
 from minivllm.config import ATTENTION_BACKENDS, ConfigError
 from minivllm.forward_context import ForwardContext, get_forward_context, set_forward_context
 from minivllm.layers.attention import Attention
 
+CPU = torch.device("cpu")
 GARBAGE = [2**31 - 1, -1, -(2**31), 7777777]
 # Largest error against the float64 oracle, inputs of order 1: the output is an average of values, so its error is
 # that of one rounding to the dtype (2^-24, 2^-11, 2^-8) times a few for scores and probabilities rounded on the way.
@@ -50,6 +57,12 @@ class Case:
             for position in range(length):
                 block_id, offset = table[position // block_size], position % block_size
                 self.kv_cache[:, block_id, offset] = randn(2, num_kv_heads, head_dim)
+        own = [
+            self.kv_cache[:, tables[i][position // block_size], position % block_size]
+            for i, (num_queries, length) in enumerate(zip(query_lens, context_lens, strict=True))
+            for position in range(length - num_queries, length)
+        ]
+        self.k, self.v = torch.stack(own, dim=1)
         num_decodes = sum(length == 1 for length in query_lens)
         parts = [
             paged_rows(query_lens[part], context_lens[part], tables[part], block_size) if query_lens[part] else None
@@ -59,11 +72,11 @@ class Case:
         self.q = randn(sum(query_lens), num_heads, head_dim)
 
     def run(self, backend) -> torch.Tensor:
-        return backend.attend(self.q, self.kv_cache, self.metadata, scale=0.3)
+        return backend.attend(self.q, self.k, self.v, self.kv_cache, self.metadata, scale=0.3)
 
 
-def check(case: Case) -> None:
-    expected, got = case.run(ReferenceBackend()), case.run(TorchBackend())
+def check(case: Case, backend=TorchBackend) -> None:
+    expected, got = case.run(ReferenceBackend()), case.run(backend())
     assert got.shape == case.q.shape and got.dtype == case.q.dtype
     assert expected.isfinite().all()
     error = (got.double() - expected.double()).abs().max()
@@ -93,6 +106,17 @@ def test_torch_equals_the_oracle_where_all_unowned_memory_is_poison(step, block_
 @pytest.mark.parametrize("step", STEPS)
 def test_torch_equals_the_oracle_in_every_dtype(step, dtype):
     check(Case(*STEPS[step], block_size=8, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("step", STEPS)
+def test_triton_equals_the_oracle_in_every_dtype(step, dtype):
+    check(Case(*STEPS[step], block_size=8, dtype=dtype), TritonBackend)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 256])
+def test_triton_equals_the_oracle_for_every_block_size(block_size):
+    check(Case(*STEPS["decodes, prompts and chunks in one step"], block_size), TritonBackend)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (3, 3), (4, 1), (9, 3), (8, 2)])
@@ -156,12 +180,12 @@ def test_a_chunks_mask_is_causal_from_the_bottom_right():
     assert _chunk_mask(3, 3, torch.device("cpu")).tolist() == torch.ones(3, 3).tril().bool().tolist()
 
 
-@pytest.mark.parametrize("backend", [TorchBackend(), ReferenceBackend()], ids=lambda backend: backend.name)
+@pytest.mark.parametrize("backend", [TorchBackend, ReferenceBackend, TritonBackend], ids=lambda backend: backend.name)
 def test_store_writes_the_named_slots_and_nothing_else(backend):
     kv_cache = torch.full((2, 3, 4, 2, 16), torch.nan)
     k, v = torch.randn(3, 2, 16), torch.randn(3, 2, 16)
     wide = torch.cat([k, v], dim=1)  # as they come out of one projection: not contiguous
-    backend.store(wide[:, :2], wide[:, 2:], kv_cache, torch.tensor([9, 0, 4]))
+    backend().store(wide[:, :2], wide[:, 2:], kv_cache, torch.tensor([9, 0, 4]))
     flat = kv_cache.view(2, 12, 2, 16)
     assert torch.equal(flat[0, [9, 0, 4]], k) and torch.equal(flat[1, [9, 0, 4]], v)
     others = [slot for slot in range(12) if slot not in (9, 0, 4)]
@@ -182,7 +206,7 @@ def test_the_layer_stores_all_rows_before_any_row_attends():
         varlen=paged_rows([5], [5], [[0, 1]], block_size=4),
     )
     kv_caches = {"layer": torch.full((2, 3, 4, 1, 16), torch.nan)}
-    for backend in (TorchBackend(), ReferenceBackend()):
+    for backend in (TorchBackend(), ReferenceBackend(), TritonBackend()):
         with set_forward_context(ForwardContext(metadata, backend, kv_caches)):
             out = layer(q, k, v)
         assert out.isfinite().all()
@@ -191,23 +215,39 @@ def test_the_layer_stores_all_rows_before_any_row_attends():
 
 class TestChoosing:
     def test_names_lead_to_their_backends(self):
-        assert choose_backend("torch").name == "torch" and choose_backend("reference").name == "reference"
+        for name in ("torch", "reference", "triton"):
+            assert choose_backend(name, CPU, 64, 16).name == name
 
     def test_auto_is_torch_unless_the_environment_says_otherwise(self, monkeypatch):
         monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
-        assert choose_backend("auto").name == "torch"
+        assert choose_backend("auto", CPU, 64, 16).name == "torch"
         monkeypatch.setenv(ENVIRONMENT_VARIABLE, "reference")
-        assert choose_backend("auto").name == "reference"
-        assert choose_backend("torch").name == "torch", "what is asked for by name wins"
+        assert choose_backend("auto", CPU, 64, 16).name == "reference"
+        assert choose_backend("torch", CPU, 64, 16).name == "torch", "what is asked for by name wins"
 
     def test_an_unknown_name_in_the_environment_is_refused_by_name(self, monkeypatch):
         monkeypatch.setenv(ENVIRONMENT_VARIABLE, "magic")
         with pytest.raises(ConfigError, match=f"{ENVIRONMENT_VARIABLE} must be one of .*torch.*, not 'magic'"):
-            choose_backend("auto")
+            choose_backend("auto", CPU, 64, 16)
 
     def test_every_backend_that_the_config_accepts_exists(self):
         for name in ATTENTION_BACKENDS:
-            choose_backend(name)
+            choose_backend(name, CPU, 64, 16)
+
+    def test_a_gpu_gets_triton_where_triton_can_serve_the_model(self, monkeypatch):
+        monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+        gpu = torch.device("cuda")
+        assert choose_backend("auto", gpu, 64, 16).name == "triton"
+        assert choose_backend("auto", gpu, 72, 16).name == "torch"
+        assert choose_backend("auto", gpu, 64, 48).name == "torch"
+
+    @pytest.mark.parametrize(
+        ("head_dim", "block_size", "culprit"),
+        [(72, 16, "head_dim"), (512, 16, "head_dim"), (64, 48, "block_size"), (64, 512, "block_size")],
+    )
+    def test_triton_says_what_it_cannot_serve(self, head_dim, block_size, culprit):
+        with pytest.raises(ConfigError, match=f"attention_backend='triton' needs a {culprit}"):
+            choose_backend("triton", CPU, head_dim, block_size)
 
 
 class TestForwardContext:
