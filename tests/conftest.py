@@ -1,7 +1,15 @@
 """What every test needs: GPU tests skipped only for lack of a GPU, and property tests that repeat."""
 
+import os
+from pathlib import Path
+
 import pytest
 from hypothesis import HealthCheck, settings
+
+# transformers may import Triton before minivllm does, and by then the choice of the interpreter is made. Asking PyTorch
+# for a GPU would import it for the engine's tests, which need none.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # The same examples everywhere, so that whoever reads about a red run can repeat it. A longer search for new ones is
 # started by hand: pytest --hypothesis-profile=search

@@ -3,12 +3,14 @@
     [T, hidden_size] -> [T, hidden_size], same dtype
 
 A pre-norm transformer alternates "add to the residual stream" and "normalise the residual stream". Keeping
-the two apart until the norm, as (x, residual), lets one call do both; that is also what a fused GPU kernel
-would do, and what travels between pipeline stages.
+the two apart until the norm, as (x, residual), lets one call do both (on a GPU one kernel, `fused.py`), and is
+what travels between pipeline stages.
 """
 
 import torch
 from torch import nn
+
+from minivllm.layers import use_fused_kernels
 
 
 class RMSNorm(nn.Module):
@@ -35,5 +37,9 @@ class RMSNorm(nn.Module):
 
         The sum is written into x, which is the fresh output of the layer before.
         """
+        if use_fused_kernels(x):
+            from minivllm.layers.fused import add_rms_norm
+
+            return add_rms_norm(x, residual, self.weight, self.eps)
         residual = x if residual is None else x.add_(residual)
         return self.normalise(residual), residual

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from minivllm.layers import use_fused_kernels
 from minivllm.layers.attention import Attention
 from minivllm.layers.embedding import LMHead, VocabEmbedding
 from minivllm.layers.linear import Linear, MergedLinear, QKVLinear
@@ -41,11 +42,21 @@ class LlamaAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         qk, v = self.qkv_proj(x)
+        q, k = self._norm_and_rotate(qk, cos, sin).split([self.num_heads, self.num_kv_heads], dim=1)
+        return self.o_proj(self.attn(q, k, v).flatten(1))
+
+    def _norm_and_rotate(self, qk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Queries and keys together, [T, num_heads + num_kv_heads, head_dim]."""
+        if use_fused_kernels(qk):
+            from minivllm.layers.fused import head_norm_and_rotary
+
+            weights = None if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
+            eps = 0.0 if self.q_norm is None else self.q_norm.eps
+            return head_norm_and_rotary(qk, self.num_heads, weights, eps, cos, sin)
         if self.q_norm is not None:
             q, k = qk.split([self.num_heads, self.num_kv_heads], dim=1)
             qk = torch.cat((self.q_norm.normalise(q), self.k_norm.normalise(k)), dim=1)
-        q, k = apply_rotary(qk, cos, sin).split([self.num_heads, self.num_kv_heads], dim=1)
-        return self.o_proj(self.attn(q, k, v).flatten(1))
+        return apply_rotary(qk, cos, sin)
 
     def slots(self, prefix: str) -> Slots:
         yield from self.qkv_proj.slots(prefix)
@@ -65,7 +76,12 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        gate_up = self.gate_up_proj(x)
+        if use_fused_kernels(x):
+            from minivllm.layers.fused import silu_and_mul
+
+            return self.down_proj(silu_and_mul(gate_up))
+        gate, up = gate_up.chunk(2, dim=-1)
         return self.down_proj(F.silu(gate).mul_(up))
 
     def slots(self, prefix: str) -> Slots:
