@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--repeats", type=int, default=3, metavar="N", help="timed runs; a peer gets one less (default: 3)"
     )
+    how.add_argument("--profile", action="store_true", help="also record where a step's time goes: two more runs")
     how.add_argument("--no-memory", action="store_true", help="do not measure peak memory, which takes one more run")
 
 
@@ -75,6 +76,7 @@ def _measure(arguments: argparse.Namespace, setup: "Setup", workload: Workload, 
     from minivllm.bench.environment import describe_code, imported_sources
     from minivllm.bench.memory import peak_memory
     from minivllm.bench.peers import make_engine
+    from minivllm.bench.profile import profile
     from minivllm.bench.result_file import Measurement, ResultFile
 
     names = _engine_names(arguments)
@@ -85,6 +87,9 @@ def _measure(arguments: argparse.Namespace, setup: "Setup", workload: Workload, 
     ours, *peers = timings
     comparison = compare(ours, peers) if peers else None
     _print_table(timings, peaks, comparison, len(workload.prompts))
+    profiled = profile(engines[0].llm, workload) if arguments.profile else None
+    if profiled:
+        print(json.dumps(profiled, indent=1))
     if arguments.json:
         shapes = {**_workload_shape(arguments.workload, workload), **shape}
         measurements = [
@@ -105,6 +110,8 @@ def _measure(arguments: argparse.Namespace, setup: "Setup", workload: Workload, 
             for timing in timings
         ]
         extra = {"load_format": setup.load_format, "temperature": workload.temperature, "comparison": comparison}
+        if profiled:
+            extra["profile"] = profiled
         result = ResultFile.record(f"engine_{arguments.workload}", setup.device, measurements, code, extra)
         result.save(arguments.json)
         _tell(f"wrote {arguments.json}: {result.subtitle()}")
