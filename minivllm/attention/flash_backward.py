@@ -111,8 +111,8 @@ def _dq_kernel(
     row_delta = tl.load(delta + at, mask=row < S_Q, other=0.0)
     dq_tile = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     first = m + S_K - S_Q
-    _, hi = key_range(first, first + BLOCK_M - 1, S_K, 0, 0, False, CAUSAL)
-    for n in tl.range(0, hi, BLOCK_N):
+    lo, hi = key_range(first, first + BLOCK_M - 1, S_K, 0, 0, False, CAUSAL)
+    for n in tl.range(lo, hi, BLOCK_N):
         key = n + tl.arange(0, BLOCK_N)
         k_offset, k_mask = _at(b * S_K, key, head // GROUP, S_K, H // GROUP, D, BLOCK_D)
         k_tile = tl.load(k + k_offset, mask=k_mask, other=0.0)

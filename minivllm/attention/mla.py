@@ -33,7 +33,8 @@ from minivllm.attention.checks import (
     check_tensor,
     fail,
 )
-from minivllm.attention.common import LOG2E, dot, finish, load_pages, merge_parts, online_softmax, round_to
+from minivllm.attention.common import LOG2E, dot, finish, merge_parts, online_softmax, round_to
+from minivllm.attention.mla_cache import load_rows, look_up, place
 from minivllm.attention.mla_schedule import BLOCK, Tiles, choose_tiles, get_mla_metadata
 from minivllm.attention.store import latent_row_bytes
 from minivllm.triton_env import TensorDescriptor, tl, triton
@@ -41,56 +42,6 @@ from minivllm.triton_env import TensorDescriptor, tl, triton
 __all__ = ["flash_mla_with_kvcache", "get_mla_metadata"]
 
 _BLOCK = tl.constexpr(BLOCK)
-
-
-@triton.jit
-def _look_up(table, n, hi, SPARSE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the keys n .. n + BLOCK_N are said to be: their pages, or with SPARSE their slots, -1 for none."""
-    if SPARSE:
-        key = n + tl.arange(0, BLOCK_N)
-        entry = tl.load(table + key, mask=key < hi, other=-1).to(tl.int64)
-    else:
-        entry = load_pages(table, n, hi, BLOCK_SIZE, BLOCK_N)
-    return entry
-
-
-@triton.jit
-def _place(
-    entry, n, hi, cache_block, cache_slot, SPARSE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Offsets of the rows of the keys n .. n + BLOCK_N in elements of the cache, and which of them exist."""
-    key = n + tl.arange(0, BLOCK_N)
-    if SPARSE:
-        offset = entry // BLOCK_SIZE * cache_block + entry % BLOCK_SIZE * cache_slot
-        inside = entry >= 0
-    else:
-        offset = entry * cache_block + key % BLOCK_SIZE * cache_slot
-        inside = key < hi
-    return offset, inside
-
-
-@triton.jit
-def _load_rows(
-    cache, offset, inside, FP8: tl.constexpr,
-    DC: tl.constexpr, DR: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    """Rows as they are stored: c [N, BLOCK_C], rope [N, BLOCK_R], scale [N, BLOCK_C / 128]; 0 where not inside."""
-    column = tl.arange(0, BLOCK_C)
-    r = tl.arange(0, BLOCK_R)
-    row = cache + offset[:, None]
-    c_mask = inside[:, None] & (column < DC)[None, :]
-    r_mask = inside[:, None] & (r < DR)[None, :]
-    if FP8:
-        group = tl.arange(0, BLOCK_C // 128)
-        c_at = row.to(tl.pointer_type(tl.float8e4nv)) + column[None, :]
-        scale_at = (row + DC).to(tl.pointer_type(tl.float32)) + group[None, :]
-        rope_at = (row + DC + DC // 32).to(tl.pointer_type(tl.bfloat16)) + r[None, :]
-        scale = tl.load(scale_at, mask=inside[:, None] & (group < DC // 128)[None, :], other=0.0)
-    else:
-        c_at = row + column[None, :]
-        rope_at = row + DC + r[None, :]
-        scale = 1.0
-    return tl.load(c_at, mask=c_mask, other=0.0), tl.load(rope_at, mask=r_mask, other=0.0), scale
 
 
 @triton.jit
@@ -113,18 +64,18 @@ def _attend(
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys lo .. hi into (acc, m, l); row i sees the keys below visible[i]. Addresses come a tile ahead."""
-    entry = _look_up(table, lo, hi, SPARSE, BLOCK_SIZE, BLOCK_N)
+    entry = look_up(table, lo, hi, SPARSE, BLOCK_SIZE, BLOCK_N)
     if FP8:
         # An FP8 tile passes through registers on its way to the dot product, so the compiler does not pipeline its
         # load: the next tile is fetched by hand while this one is at work.
-        offset, inside = _place(entry, lo, hi, cache_block, cache_slot, SPARSE, BLOCK_SIZE, BLOCK_N)
-        raw, rope, row_scale = _load_rows(cache, offset, inside, FP8, DC, DR, BLOCK_C, BLOCK_R)
-        entry = _look_up(table, lo + BLOCK_N, hi, SPARSE, BLOCK_SIZE, BLOCK_N)
+        offset, inside = place(entry, lo, hi, cache_block, cache_slot, SPARSE, BLOCK_SIZE, BLOCK_N)
+        raw, rope, row_scale = load_rows(cache, offset, inside, FP8, DC, DR, BLOCK_C, BLOCK_R)
+        entry = look_up(table, lo + BLOCK_N, hi, SPARSE, BLOCK_SIZE, BLOCK_N)
         for n in tl.range(lo, hi, BLOCK_N):
             next_n = n + BLOCK_N
-            offset, next_inside = _place(entry, next_n, hi, cache_block, cache_slot, SPARSE, BLOCK_SIZE, BLOCK_N)
-            next_raw, next_rope, next_scale = _load_rows(cache, offset, next_inside, FP8, DC, DR, BLOCK_C, BLOCK_R)
-            entry = _look_up(table, next_n + BLOCK_N, hi, SPARSE, BLOCK_SIZE, BLOCK_N)
+            offset, next_inside = place(entry, next_n, hi, cache_block, cache_slot, SPARSE, BLOCK_SIZE, BLOCK_N)
+            next_raw, next_rope, next_scale = load_rows(cache, offset, next_inside, FP8, DC, DR, BLOCK_C, BLOCK_R)
+            entry = look_up(table, next_n + BLOCK_N, hi, SPARSE, BLOCK_SIZE, BLOCK_N)
             c = raw.to(tl.float32).reshape(BLOCK_N, BLOCK_C // 128, 128) * row_scale[:, :, None]
             c = round_to(c.reshape(BLOCK_N, BLOCK_C), q_c.dtype)
             mask = inside[None, :] & ((n + tl.arange(0, BLOCK_N))[None, :] < visible[:, None])
@@ -132,14 +83,14 @@ def _attend(
             raw, rope, row_scale, inside = next_raw, next_rope, next_scale, next_inside
     else:
         for n in tl.range(lo, hi, BLOCK_N):
-            offset, inside = _place(entry, n, hi, cache_block, cache_slot, SPARSE, BLOCK_SIZE, BLOCK_N)
+            offset, inside = place(entry, n, hi, cache_block, cache_slot, SPARSE, BLOCK_SIZE, BLOCK_N)
             if TMA and not MASKED:
                 cache_row = entry.to(tl.int32) * BLOCK_SIZE + n % BLOCK_SIZE
                 c = c_desc.load([cache_row, 0])
                 rope = rope_desc.load([cache_row, 0])
             else:
-                c, rope, _ = _load_rows(cache, offset, inside, FP8, DC, DR, BLOCK_C, BLOCK_R)
-            entry = _look_up(table, n + BLOCK_N, hi, SPARSE, BLOCK_SIZE, BLOCK_N)
+                c, rope, _ = load_rows(cache, offset, inside, FP8, DC, DR, BLOCK_C, BLOCK_R)
+            entry = look_up(table, n + BLOCK_N, hi, SPARSE, BLOCK_SIZE, BLOCK_N)
             mask = inside[None, :] & ((n + tl.arange(0, BLOCK_N))[None, :] < visible[:, None])
             acc, m, l = _fold(acc, m, l, q_c, q_r, c, rope, mask, scale, SPARSE or MASKED)
     return acc, m, l
@@ -208,22 +159,20 @@ def _mla_kernel(
 @triton.jit
 def _merge_kernel(
     parts, part_lse, out, lse, num_splits, S_Q,
-    H: tl.constexpr, DC: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
+    H: tl.constexpr, DC: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     base = tl.load(num_splits + b)
     count = tl.load(num_splits + b + 1) - base
     if count > 1:
         rows = S_Q * H
+        row = tl.program_id(1)
         column = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
-        for i in range(0, ROWS):
-            row = tl.program_id(1) * ROWS + i
-            if row < rows:
-                o, row_lse = merge_parts(
-                    parts + row * DC, part_lse + row, base, count, rows * DC, rows, column, column < DC, BLOCK_P
-                )
-                tl.store(out + (b * rows + row) * DC + column, round_to(o, out.dtype.element_ty), column < DC)
-                tl.store(lse + (b * H + row % H) * S_Q + row // H, row_lse)
+        o, row_lse = merge_parts(
+            parts + row * DC, part_lse + row, base, count, rows * DC, rows, column, column < DC, BLOCK_P
+        )
+        tl.store(out + (b * rows + row) * DC + column, round_to(o, out.dtype.element_ty), column < DC)
+        tl.store(lse + (b * H + row % H) * S_Q + row // H, row_lse)
 
 
 def flash_mla_with_kvcache(
@@ -260,7 +209,7 @@ def flash_mla_with_kvcache(
         q, table, topk = q.reshape(-1, 1, *q.shape[2:]), indices.reshape(-1, indices.shape[2]), indices.shape[2]
     check_index("tile_scheduler_metadata", tile_scheduler_metadata, (None, 8), q.device)
     check_index("num_splits", num_splits, (q.shape[0] + 1,), q.device)
-    tiles = choose_tiles(q.shape[1] * num_heads, q.element_size())
+    tiles = choose_tiles(q.shape[1] * num_heads, q.element_size(), is_fp8_kvcache)
     out, lse = launch(
         q, k_cache, table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, scale, causal, topk, tiles
     )
@@ -301,11 +250,11 @@ def launch(
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_C=block_c, BLOCK_R=block_r,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
-    # With few requests each is cut into many pieces, so every row gets programs of its own; with many, few are split.
-    rows_each = 1 if batch <= 8 else 8
-    _merge_kernel[(batch, triton.cdiv(rows, rows_each), triton.cdiv(d_c, 128))](
+    # A few requests are cut into many pieces each: spread a row over programs. Many are cut into two or three.
+    block_c, block_p = (min(block_c, 128), 64) if batch <= 8 else (block_c, 4)
+    _merge_kernel[(batch, rows, triton.cdiv(d_c, block_c))](
         parts, part_lse, out, lse, num_splits, s_q,
-        H=num_heads, DC=d_c, ROWS=rows_each, BLOCK_C=128, BLOCK_P=32, num_warps=4,
+        H=num_heads, DC=d_c, BLOCK_C=block_c, BLOCK_P=block_p, num_warps=4,
     )  # fmt: skip
     return out, lse
 

@@ -38,21 +38,21 @@ class Tiles(NamedTuple):
     tma: bool
 
 
-# What a sweep on an H200 kept for 16-bit queries, by query rows a request; the first one serves.
+# What a sweep on an H200 kept for 16-bit queries, by query rows a request, for plain and for FP8 caches. An FP8 tile
+# is widened in registers, so it has to be smaller; per_sm is the same for both, so that one plan serves either.
 TILES = {
-    16: [Tiles(16, 32, 4, 2, 2, False)],
-    32: [Tiles(32, 32, 4, 2, 2, False)],
-    64: [Tiles(64, 64, 8, 2, 1, True)],
+    False: {16: Tiles(16, 32, 4, 3, 2, False), 32: Tiles(32, 32, 4, 3, 2, False), 64: Tiles(64, 64, 8, 2, 1, True)},
+    True: {16: Tiles(16, 32, 4, 2, 2, False), 32: Tiles(32, 32, 4, 2, 2, False), 64: Tiles(64, 32, 8, 2, 1, False)},
 }
 _FLOAT32_TILES = Tiles(16, 16, 4, 2, 1, False)
 _INTERPRETER_PARTS = 3
 
 
-def choose_tiles(rows: int, element_size: int) -> Tiles:
+def choose_tiles(rows: int, element_size: int, fp8: bool = False) -> Tiles:
     """Tiles for `rows` query rows a request (tokens x heads)."""
     if INTERPRET.value:
         return Tiles(16, 32, 4, 1, 1, False) if rows <= 16 else Tiles(32, 32, 4, 1, 1, True)
-    return _FLOAT32_TILES if element_size == 4 else TILES[min(max(16, triton.next_power_of_2(rows)), 64)][0]
+    return _FLOAT32_TILES if element_size == 4 else TILES[fp8][min(max(16, triton.next_power_of_2(rows)), 64)]
 
 
 def get_mla_metadata(

@@ -65,31 +65,33 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# What a sweep on an H200 kept for 16-bit inputs: by packed rows, then the larger head dim; the first one serves.
+# What a sweep on an H200 kept for 16-bit inputs: by packed rows, then the larger head dim.
 TILES = {
-    16: {128: [Tiles(16, 64, 2, 3)], 256: [Tiles(16, 32, 2, 3)]},
-    32: {128: [Tiles(32, 64, 4, 3)], 256: [Tiles(32, 32, 4, 2)]},
-    64: {128: [Tiles(64, 64, 4, 3)], 256: [Tiles(64, 32, 4, 2)]},
+    16: {128: Tiles(16, 32, 2, 4), 256: Tiles(16, 32, 2, 3)},
+    32: {128: Tiles(32, 64, 4, 3), 256: Tiles(32, 32, 4, 2)},
+    64: {128: Tiles(64, 64, 4, 3), 256: Tiles(64, 32, 4, 2)},
 }
+# A few long contexts: fewer programs, so each needs more warps to keep its loads in flight.
+SPLIT_TILES = {128: Tiles(16, 64, 4, 3), 256: Tiles(16, 32, 4, 3)}
 _FLOAT32_TILES = Tiles(16, 32, 4, 2)
-_PROGRAMS_PER_SM = 4
+_PROGRAMS_PER_SM = 2
+_LEAST_TILES = 4
 
 
-def choose_tiles(rows: int, head_dim: int, element_size: int) -> Tiles:
-    """Tiles for requests of up to `rows` packed query rows, from what the host knows."""
+def choose_tiles(rows: int, head_dim: int, element_size: int, split: bool) -> Tiles:
+    """Tiles for requests of up to `rows` packed query rows, split or not, from what the host knows."""
     if INTERPRET.value:
         return Tiles(16 if rows <= 16 else 32, 32, 4, 1)
     if element_size == 4:
         return _FLOAT32_TILES
-    return TILES[min(max(16, triton.next_power_of_2(rows)), 64)][128 if head_dim <= 128 else 256][0]
+    width = 128 if head_dim <= 128 else 256
+    return SPLIT_TILES[width] if split and rows <= 16 else TILES[min(max(16, triton.next_power_of_2(rows)), 64)][width]
 
 
-def choose_num_splits(programs: int, max_tiles: int, where: torch.device) -> int:
-    """Splits of each context, so that programs x splits fill the GPU; max_tiles is the longest context in tiles."""
-    wanted = _PROGRAMS_PER_SM * (num_multiprocessors(where.index) if where.type == "cuda" else 1)
-    if 2 * programs > wanted:
-        return 1
-    return max(1, min(wanted // programs, max_tiles, 128))
+def choose_num_splits(programs: int, longest: int, where: torch.device) -> int:
+    """Splits of each context, so that programs x splits fill the GPU and each has a few tiles of work."""
+    wanted = _PROGRAMS_PER_SM * (num_multiprocessors(where.index) if where.type == "cuda" else 4)
+    return max(1, min(wanted // max(programs, 1), triton.cdiv(longest, 64 * _LEAST_TILES)))
 
 
 @triton.jit
@@ -214,11 +216,12 @@ def paged_attention(
     if num_splits is not None and num_splits < 1:
         fail("num_splits", "None or at least 1", num_splits)
     group = num_heads // num_kv_heads
-    tiles = choose_tiles(max_seqlen_q * group, max(d, dv), q.element_size())
-    programs = triton.cdiv(max_seqlen_q * group, tiles.block_m) * num_kv_heads * seq_lens.shape[0]
+    rows = max_seqlen_q * group
+    programs = triton.cdiv(rows, 64) * num_kv_heads * seq_lens.shape[0]
     if num_splits is None:
         longest = block_table.shape[1] * block_size if max_seqlen_k is None else max_seqlen_k
-        num_splits = choose_num_splits(max(programs, 1), triton.cdiv(longest, tiles.block_n), q.device)
+        num_splits = choose_num_splits(programs, longest, q.device)
+    tiles = choose_tiles(rows, max(d, dv), q.element_size(), num_splits > 1)
     out = torch.empty(total_q, num_heads, dv, dtype=q.dtype, device=q.device)
     lse = torch.empty(num_heads, total_q, dtype=torch.float32, device=q.device) if return_softmax_lse else None
     if programs * total_q > 0:

@@ -178,20 +178,24 @@ def test_prefill_over_decompressed_heads_in_chunks_is_merged_into_the_whole():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", [1, 16, 24, 128])
-@pytest.mark.parametrize("s_q", [1, 2, 4])
-@pytest.mark.parametrize("block_size", [16, 64, 256])
+@pytest.mark.parametrize(
+    "dtype, heads, s_q, block_size",
+    [
+        (dtype, heads, s_q, [16, 64, 256][(i + j + k) % 3])
+        for i, dtype in enumerate(DTYPES)
+        for j, heads in enumerate([1, 16, 24, 128])
+        for k, s_q in enumerate([1, 2, 4])
+    ],
+)
 def test_long_and_odd_contexts_match_the_oracle_on_a_gpu(dtype, heads, s_q, block_size):
     q, cache, table, lengths = make([1, 4099, 0, 799, 64, 1023], s_q, heads, 512, 64, block_size, dtype)
     check(q, cache, table, lengths, 512, causal=True)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows, tiles", [(r, t) for r, ts in mla_schedule.TILES.items() for t in ts])
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("fp8, rows, tiles", [(f, r, t) for f, ts in mla_schedule.TILES.items() for r, t in ts.items()])
 @pytest.mark.parametrize("s_q", [1, 2])
-def test_every_choice_of_tiles_is_right(rows, tiles, fp8, s_q):
+def test_every_choice_of_tiles_is_right(fp8, rows, tiles, s_q):
     contexts = [777, 2048, 5, 0]
     q, cache, table, lengths = make(contexts, s_q, max(rows // s_q, 1), 512, 64, 64, torch.bfloat16)
     if fp8:
@@ -206,7 +210,7 @@ def test_every_choice_of_tiles_is_right(rows, tiles, fp8, s_q):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("contexts, heads, s_q", [([4096] * 64, 128, 1), ([32768], 128, 1), ([16384] * 8, 16, 2)])
+@pytest.mark.parametrize("contexts, heads, s_q", [([4096] * 16, 128, 1), ([32768], 128, 1), ([16384] * 8, 16, 2)])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_big_batches_match_the_oracle_on_a_gpu(contexts, heads, s_q, fp8):
     q, cache, table, lengths = make(contexts, s_q, heads, 512, 64, 64, torch.bfloat16)
