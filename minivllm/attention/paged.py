@@ -260,7 +260,8 @@ def launch(
     if num_splits > 1:
         _merge_splits_kernel[(total_q, num_heads)](
             parts, part_lse, out, lse, *part_strides, lse_split, total_q, *out.stride()[:2],
-            NUM_SPLITS=num_splits, DV=dv, BLOCK_DV=block_dv, BLOCK_P=min(triton.next_power_of_2(num_splits), 32), num_warps=4,
+            NUM_SPLITS=num_splits, DV=dv, BLOCK_DV=block_dv,
+            BLOCK_P=min(triton.next_power_of_2(num_splits), 32), num_warps=4,
         )  # fmt: skip
 
 
