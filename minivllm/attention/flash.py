@@ -36,6 +36,7 @@ from torch import Tensor
 
 from minivllm.attention.checks import (
     FLOATS,
+    cdiv,
     check_group,
     check_head_dim,
     check_index,
@@ -43,6 +44,7 @@ from minivllm.attention.checks import (
     check_tensor,
     check_window,
     fail,
+    next_power_of_2,
 )
 from minivllm.attention.common import LOG2E, cap_scores, dot, finish, key_range, online_softmax, round_to, seen
 from minivllm.triton_env import INTERPRET, TensorDescriptor, tl, triton
@@ -75,7 +77,7 @@ def choose_tiles(head_dim: int, element_size: int) -> Tiles:
         return _INTERPRETER_TILES
     if element_size == 4:
         return _FLOAT32_TILES
-    return TILES[max(64, triton.next_power_of_2(head_dim))][0]
+    return TILES[max(64, next_power_of_2(head_dim))][0]
 
 
 @triton.jit
@@ -214,7 +216,7 @@ def launch(
     (total_q, num_heads, d), dv = q.shape, v.shape[2]
     out = torch.empty(total_q, num_heads, dv, dtype=q.dtype, device=q.device)
     lse = torch.empty(num_heads, total_q, dtype=torch.float32, device=q.device)
-    num_tiles = triton.cdiv(max_seqlen_q, tiles.block_m)
+    num_tiles = cdiv(max_seqlen_q, tiles.block_m)
     num_pairs = (cu_seqlens_q.shape[0] - 1) * num_heads
     if num_tiles * num_pairs * total_q == 0:
         return out, lse
@@ -222,7 +224,7 @@ def launch(
         return out.zero_(), lse.fill_(float("-inf"))
     group = num_heads // k.shape[1]
     section = max(_SECTION_BYTES // (max(max_seqlen_k, 1) * (d + dv) * k.element_size()), 1) * group
-    block_d, block_dv = triton.next_power_of_2(d), triton.next_power_of_2(dv)
+    block_d, block_dv = next_power_of_2(d), next_power_of_2(dv)
     _flash_kernel[(num_tiles * num_pairs,)](
         describe(q, tiles.block_m, block_d), describe(k, tiles.block_n, block_d), describe(v, tiles.block_n, block_dv),
         out, lse, cu_seqlens_q, cu_seqlens_k, out.stride(0), out.stride(1), lse.stride(0),

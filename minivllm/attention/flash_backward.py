@@ -21,7 +21,16 @@ Method: FlashAttention-2 (Dao 2023).
 import torch
 from torch import Tensor
 
-from minivllm.attention.checks import FLOATS, check_group, check_head_dim, check_scale, check_tensor, fail
+from minivllm.attention.checks import (
+    FLOATS,
+    cdiv,
+    check_group,
+    check_head_dim,
+    check_scale,
+    check_tensor,
+    fail,
+    next_power_of_2,
+)
 from minivllm.attention.common import LOG2E, dot, key_range, round_to, seen
 from minivllm.attention.flash import choose_tiles, launch
 from minivllm.triton_env import INTERPRET, tl, triton
@@ -150,9 +159,9 @@ class _FlashAttention(torch.autograd.Function):
         (total, num_heads, d), num_kv_heads = q.shape, k.shape[1]
         do = do.contiguous().flatten(0, 1)
         dq, dk, dv, delta = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(lse)
-        block, block_d = _choose_block(d, q.element_size()), triton.next_power_of_2(d)
+        block, block_d = _choose_block(d, q.element_size()), next_power_of_2(d)
         if q.numel() and k.numel():
-            _delta_kernel[(triton.cdiv(total, block), num_heads)](
+            _delta_kernel[(cdiv(total, block), num_heads)](
                 out, do, delta, total, H=num_heads, D=d, BLOCK=block, BLOCK_D=block_d
             )
             sizes = (s_q, s_k, total, ctx.scale)
@@ -160,9 +169,9 @@ class _FlashAttention(torch.autograd.Function):
                 "H": num_heads, "GROUP": num_heads // num_kv_heads, "D": d, "CAUSAL": ctx.causal,
                 "BLOCK_M": block, "BLOCK_N": block, "BLOCK_D": block_d, "num_warps": 4, "num_stages": 2,
             }  # fmt: skip
-            grid = (triton.cdiv(s_k, block), num_kv_heads, batch)
+            grid = (cdiv(s_k, block), num_kv_heads, batch)
             _dk_dv_kernel[grid](q, k, v, do, lse, delta, dk, dv, *sizes, **options)
-            grid = (triton.cdiv(s_q, block), num_heads, batch)
+            grid = (cdiv(s_q, block), num_heads, batch)
             _dq_kernel[grid](q, k, v, do, lse, delta, dq, *sizes, **options)
         else:
             for x in (dq, dk, dv):

@@ -26,12 +26,14 @@ from torch import Tensor
 
 from minivllm.attention.checks import (
     FLOATS,
+    cdiv,
     check_block_size,
     check_head_dim,
     check_index,
     check_scale,
     check_tensor,
     fail,
+    next_power_of_2,
 )
 from minivllm.attention.common import LOG2E, dot, finish, merge_parts, online_softmax, round_to
 from minivllm.attention.mla_cache import load_rows, look_up, place
@@ -230,7 +232,7 @@ def launch(
     most_splits = batch + metadata.shape[0]
     parts = torch.empty(most_splits, rows, d_c, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(most_splits, rows, dtype=torch.float32, device=q.device)
-    block_c, block_r = triton.next_power_of_2(d_c), triton.next_power_of_2(d_r)
+    block_c, block_r = next_power_of_2(d_c), next_power_of_2(d_r)
     cache_block, cache_slot = k_cache.stride(0), k_cache.stride(1)
     tma = (
         not fp8 and topk == 0 and tiles.tma and block_size % tiles.block_n == 0
@@ -243,7 +245,7 @@ def launch(
             TensorDescriptor(base, [num_blocks * block_size, width], [cache_slot, 1], [tiles.block_n, block])
             for base, width, block in ((k_cache, d_c, block_c), (k_cache[..., d_c:], d_r, block_r))
         )
-    _mla_kernel[(triton.cdiv(rows, tiles.block_m), metadata.shape[0])](
+    _mla_kernel[(cdiv(rows, tiles.block_m), metadata.shape[0])](
         q, k_cache, c_desc, rope_desc, out, lse, parts, part_lse, table, cache_seqlens, metadata, num_splits,
         *q.stride()[:3], cache_block, cache_slot, table.stride(0), scale * LOG2E, s_q, topk,
         H=num_heads, BLOCK_SIZE=block_size, DC=d_c, DR=d_r, CAUSAL=causal, SPARSE=topk > 0, FP8=fp8, TMA=tma,
@@ -252,7 +254,7 @@ def launch(
     )  # fmt: skip
     # A few requests are cut into many pieces each: spread a row over programs. Many are cut into two or three.
     block_c, block_p = (min(block_c, 128), 64) if batch <= 8 else (block_c, 4)
-    _merge_kernel[(batch, rows, triton.cdiv(d_c, block_c))](
+    _merge_kernel[(batch, rows, cdiv(d_c, block_c))](
         parts, part_lse, out, lse, num_splits, s_q,
         H=num_heads, DC=d_c, BLOCK_C=block_c, BLOCK_P=block_p, num_warps=4,
     )  # fmt: skip

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minivllm.attention.checks import check_index, fail, num_multiprocessors
-from minivllm.triton_env import INTERPRET, triton
+from minivllm.attention.checks import cdiv, check_index, fail, next_power_of_2, num_multiprocessors
+from minivllm.triton_env import INTERPRET
 
 BLOCK = 64
 _OVERHEAD = 5
@@ -52,7 +52,7 @@ def choose_tiles(rows: int, element_size: int, fp8: bool = False) -> Tiles:
     """Tiles for `rows` query rows a request (tokens x heads)."""
     if INTERPRET.value:
         return Tiles(16, 32, 4, 1, 1, False) if rows <= 16 else Tiles(32, 32, 4, 1, 1, True)
-    return _FLOAT32_TILES if element_size == 4 else TILES[fp8][min(max(16, triton.next_power_of_2(rows)), 64)]
+    return _FLOAT32_TILES if element_size == 4 else TILES[fp8][min(max(16, next_power_of_2(rows)), 64)]
 
 
 def get_mla_metadata(
@@ -89,7 +89,7 @@ def num_parts(rows: int, where: torch.device) -> int:
     if where.type != "cuda":
         return _INTERPRETER_PARTS
     tiles = choose_tiles(rows, 2)
-    return max(num_multiprocessors(where.index) * tiles.per_sm // triton.cdiv(rows, tiles.block_m), 1)
+    return max(num_multiprocessors(where.index) * tiles.per_sm // cdiv(rows, tiles.block_m), 1)
 
 
 def schedule(lengths: Tensor, parts: int) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,7 @@ from torch import Tensor
 from minivllm.attention.checks import (
     CACHES,
     FLOATS,
+    cdiv,
     check_block_size,
     check_group,
     check_head_dim,
@@ -39,6 +40,7 @@ from minivllm.attention.checks import (
     check_tensor,
     check_window,
     fail,
+    next_power_of_2,
     num_multiprocessors,
 )
 from minivllm.attention.common import (
@@ -85,13 +87,13 @@ def choose_tiles(rows: int, head_dim: int, element_size: int, split: bool) -> Ti
     if element_size == 4:
         return _FLOAT32_TILES
     width = 128 if head_dim <= 128 else 256
-    return SPLIT_TILES[width] if split and rows <= 16 else TILES[min(max(16, triton.next_power_of_2(rows)), 64)][width]
+    return SPLIT_TILES[width] if split and rows <= 16 else TILES[min(max(16, next_power_of_2(rows)), 64)][width]
 
 
 def choose_num_splits(programs: int, longest: int, where: torch.device) -> int:
     """Splits of each context, so that programs x splits fill the GPU and each has a few tiles of work."""
     wanted = _PROGRAMS_PER_SM * (num_multiprocessors(where.index) if where.type == "cuda" else 4)
-    return max(1, min(wanted // max(programs, 1), triton.cdiv(longest, 64 * _LEAST_TILES)))
+    return max(1, min(wanted // max(programs, 1), cdiv(longest, 64 * _LEAST_TILES)))
 
 
 @triton.jit
@@ -217,7 +219,7 @@ def paged_attention(
         fail("num_splits", "None or at least 1", num_splits)
     group = num_heads // num_kv_heads
     rows = max_seqlen_q * group
-    programs = triton.cdiv(rows, 64) * num_kv_heads * seq_lens.shape[0]
+    programs = cdiv(rows, 64) * num_kv_heads * seq_lens.shape[0]
     if num_splits is None:
         longest = block_table.shape[1] * block_size if max_seqlen_k is None else max_seqlen_k
         num_splits = choose_num_splits(programs, longest, q.device)
@@ -245,8 +247,8 @@ def launch(
         part_lse = torch.empty(num_splits, num_heads, total_q, dtype=torch.float32, device=q.device)
         part_strides, lse_split = parts.stride()[:3], part_lse.stride(0)
     group = num_heads // num_kv_heads
-    block_dv = triton.next_power_of_2(dv)
-    grid = (num_kv_heads * num_splits, triton.cdiv(max_seqlen_q * group, tiles.block_m), seq_lens.shape[0])
+    block_dv = next_power_of_2(dv)
+    grid = (num_kv_heads * num_splits, cdiv(max_seqlen_q * group, tiles.block_m), seq_lens.shape[0])
     _paged_kernel[grid](
         q, k_cache, v_cache, parts, part_lse, cu_seqlens_q, seq_lens, block_table,
         *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
@@ -254,14 +256,14 @@ def launch(
         scale * (1.0 if softcap > 0 else LOG2E), softcap, v_scale, left, right,
         GROUP=group, BLOCK_SIZE=block_size, D=d, DV=dv, NUM_SPLITS=num_splits,
         HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, SOFTCAP=softcap > 0,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=triton.next_power_of_2(d), BLOCK_DV=block_dv,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=next_power_of_2(d), BLOCK_DV=block_dv,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     if num_splits > 1:
         _merge_splits_kernel[(total_q, num_heads)](
             parts, part_lse, out, lse, *part_strides, lse_split, total_q, *out.stride()[:2],
             NUM_SPLITS=num_splits, DV=dv, BLOCK_DV=block_dv,
-            BLOCK_P=min(triton.next_power_of_2(num_splits), 32), num_warps=4,
+            BLOCK_P=min(next_power_of_2(num_splits), 32), num_warps=4,
         )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ would race.
 import torch
 from torch import Tensor
 
-from minivllm.attention.checks import CACHES, FLOATS, check_index, check_tensor, fail
+from minivllm.attention.checks import CACHES, FLOATS, check_index, check_tensor, fail, next_power_of_2
 from minivllm.triton_env import INTERPRET, tl, triton
 
 E4M3_MAX = 448.0
@@ -102,8 +102,8 @@ def store_kv(
     _store_kv_kernel[(tokens,)](
         k, v, k_cache, v_cache, slot_mapping, 1.0 / k_scale, 1.0 / v_scale,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
-        BLOCK_SIZE=k_cache.shape[1], H=heads, D=d, DV=dv, BLOCK_H=triton.next_power_of_2(heads),
-        BLOCK_D=triton.next_power_of_2(max(d, dv)), QUANTIZE=quantize, num_warps=4,
+        BLOCK_SIZE=k_cache.shape[1], H=heads, D=d, DV=dv, BLOCK_H=next_power_of_2(heads),
+        BLOCK_D=next_power_of_2(max(d, dv)), QUANTIZE=quantize, num_warps=4,
     )  # fmt: skip
 
 
@@ -170,8 +170,8 @@ def store_latent(c: Tensor, k_rope: Tensor, cache: Tensor, slot_mapping: Tensor)
         c = quantize_e4m3(c.unflatten(-1, (-1, 128)), scales[..., None]).flatten(-2)
     _store_latent_kernel[(tokens,)](
         c, k_rope, cache, scales, slot_mapping, c.stride(0), k_rope.stride(0), *cache.stride()[:2],
-        BLOCK_SIZE=cache.shape[1], DC=d_c, DR=d_r, BLOCK_C=triton.next_power_of_2(d_c),
-        BLOCK_R=triton.next_power_of_2(d_r), FP8=fp8, num_warps=4,
+        BLOCK_SIZE=cache.shape[1], DC=d_c, DR=d_r, BLOCK_C=next_power_of_2(d_c),
+        BLOCK_R=next_power_of_2(d_r), FP8=fp8, num_warps=4,
     )  # fmt: skip
 
 

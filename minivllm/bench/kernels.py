@@ -183,7 +183,7 @@ def measure_ceilings() -> dict[str, float]:
 
 
 def times(call: Callable[[], object]) -> list[float]:
-    """Milliseconds of each of _REPEATS replays of the call, captured in a CUDA graph, the L2 cache flushed before each."""
+    """Milliseconds of each of _REPEATS replays of the call, captured in a CUDA graph, with a cold L2 cache."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
