@@ -49,7 +49,7 @@ from minivllm.attention.checks import (
 from minivllm.attention.common import LOG2E, cap_scores, dot, finish, key_range, online_softmax, round_to, seen
 from minivllm.triton_env import INTERPRET, TensorDescriptor, tl, triton
 
-_SECTION_BYTES = 32 * 2**20
+_SECTION_BYTES = 36 * 2**20
 
 
 class Tiles(NamedTuple):
@@ -65,7 +65,7 @@ class Tiles(NamedTuple):
 TILES = {
     64: [Tiles(64, 64, 4, 3), Tiles(128, 128, 8, 3)],
     128: [Tiles(64, 64, 4, 3), Tiles(128, 128, 8, 3)],
-    256: [Tiles(64, 64, 4, 2)],
+    256: [Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2)],
 }
 _FLOAT32_TILES = Tiles(32, 32, 4, 2)
 _INTERPRETER_TILES = Tiles(32, 32, 4, 1)
