@@ -17,6 +17,8 @@ from minivllm.forward_context import ForwardContext, get_forward_context, set_fo
 from minivllm.layers.attention import Attention
 
 CPU = torch.device("cpu")
+# Triton's kernels are compiled where there is a GPU, and then need their tensors there.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GARBAGE = [2**31 - 1, -1, -(2**31), 7777777]
 # Largest error against the float64 oracle, inputs of order 1: the output is an average of values, so its error is
 # that of one rounding to the dtype (2^-24, 2^-11, 2^-8) times a few for scores and probabilities rounded on the way.
@@ -27,9 +29,9 @@ def paged_rows(query_lens: list[int], context_lens: list[int], tables: list[list
     width = max(map(len, tables)) + 2
     padded = [table + [GARBAGE[(i + j) % 4] for j in range(width - len(table))] for i, table in enumerate(tables)]
     return PagedRows(
-        cu_seqlens_q=torch.tensor([0, *query_lens]).cumsum(0).int(),
-        seq_lens=torch.tensor(context_lens, dtype=torch.int32),
-        block_table=torch.tensor(padded, dtype=torch.int64).int(),
+        cu_seqlens_q=torch.tensor([0, *query_lens]).cumsum(0).int().to(DEVICE),
+        seq_lens=torch.tensor(context_lens, dtype=torch.int32, device=DEVICE),
+        block_table=torch.tensor(padded, dtype=torch.int64).int().to(DEVICE),
         block_size=block_size,
         num_rows=sum(query_lens),
         max_seqlen_q=max(query_lens),
@@ -47,11 +49,12 @@ class Case:
         generator = torch.Generator().manual_seed(len(query_lens) + block_size)
 
         def randn(*shape):
-            return torch.randn(*shape, generator=generator).to(dtype)
+            return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
 
         needed = [-(-length // block_size) for length in context_lens]
         shuffled = torch.randperm(sum(needed) + 3, generator=generator).tolist()
-        self.kv_cache = torch.full((2, len(shuffled), block_size, num_kv_heads, head_dim), torch.nan).to(dtype)
+        shape = (2, len(shuffled), block_size, num_kv_heads, head_dim)
+        self.kv_cache = torch.full(shape, torch.nan, device=DEVICE).to(dtype)
         tables = [[shuffled.pop() for _ in range(count)] for count in needed]
         for table, length in zip(tables, context_lens, strict=True):
             for position in range(length):
@@ -146,8 +149,8 @@ def test_the_order_of_blocks_in_the_cache_does_not_matter():
     case = Case(*STEPS["decodes, prompts and chunks in one step"], block_size=8)
     expected = case.run(TorchBackend())
     order = torch.randperm(case.kv_cache.shape[1], generator=torch.Generator().manual_seed(0))
-    case.kv_cache = case.kv_cache[:, order]
-    new_place = order.argsort()
+    case.kv_cache = case.kv_cache[:, order.to(DEVICE)]
+    new_place = order.argsort().to(DEVICE)
     for part in (case.metadata.decode, case.metadata.varlen):
         owned = (part.block_table >= 0) & (part.block_table < len(order))
         part.block_table[owned] = new_place[part.block_table[owned].long()].int()
@@ -182,10 +185,10 @@ def test_a_chunks_mask_is_causal_from_the_bottom_right():
 
 @pytest.mark.parametrize("backend", [TorchBackend, ReferenceBackend, TritonBackend], ids=lambda backend: backend.name)
 def test_store_writes_the_named_slots_and_nothing_else(backend):
-    kv_cache = torch.full((2, 3, 4, 2, 16), torch.nan)
-    k, v = torch.randn(3, 2, 16), torch.randn(3, 2, 16)
+    kv_cache = torch.full((2, 3, 4, 2, 16), torch.nan, device=DEVICE)
+    k, v = torch.randn(2, 3, 2, 16).to(DEVICE)
     wide = torch.cat([k, v], dim=1)  # as they come out of one projection: not contiguous
-    backend().store(wide[:, :2], wide[:, 2:], kv_cache, torch.tensor([9, 0, 4]))
+    backend().store(wide[:, :2], wide[:, 2:], kv_cache, torch.tensor([9, 0, 4], device=DEVICE))
     flat = kv_cache.view(2, 12, 2, 16)
     assert torch.equal(flat[0, [9, 0, 4]], k) and torch.equal(flat[1, [9, 0, 4]], v)
     others = [slot for slot in range(12) if slot not in (9, 0, 4)]
@@ -195,17 +198,17 @@ def test_store_writes_the_named_slots_and_nothing_else(backend):
 def test_the_layer_stores_all_rows_before_any_row_attends():
     """Two requests of one step share a block: the second reads what the first brings along in this very step."""
     layer = Attention("layer", num_heads=2, num_kv_heads=1, head_dim=16, scale=0.25)
-    q, k, v = torch.randn(6, 2, 16), torch.randn(6, 1, 16), torch.randn(6, 1, 16)
+    q, k, v = (torch.randn(6, heads, 16).to(DEVICE) for heads in (2, 1, 1))
     k[5:], v[5:] = k[4:5], v[4:5]
     q[5:] = q[4:5]
     # Row 0 is a decode at position 4 of a request that shares block 0 with the prompt in rows 1 to 5.
     q, k, v = q.roll(1, 0), k.roll(1, 0), v.roll(1, 0)
     metadata = AttentionMetadata(
-        slot_mapping=torch.tensor([8, 0, 1, 2, 3, 4]),
+        slot_mapping=torch.tensor([8, 0, 1, 2, 3, 4], device=DEVICE),
         decode=paged_rows([1], [5], [[0, 2]], block_size=4),
         varlen=paged_rows([5], [5], [[0, 1]], block_size=4),
     )
-    kv_caches = {"layer": torch.full((2, 3, 4, 1, 16), torch.nan)}
+    kv_caches = {"layer": torch.full((2, 3, 4, 1, 16), torch.nan, device=DEVICE)}
     for backend in (TorchBackend(), ReferenceBackend(), TritonBackend()):
         with set_forward_context(ForwardContext(metadata, backend, kv_caches)):
             out = layer(q, k, v)

@@ -10,9 +10,12 @@ from minivllm.bench.equality import prompts, run_configuration, transformers_ref
 from minivllm.checkpoints import fetch
 from minivllm.config import ConfigError
 
+# Kernels are interpreted on a CPU, and compiled where there is a GPU.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 def greedy_outputs(tiny_llama, **settings):
-    core = tiny_llama.engine(block_size=8, num_gpu_blocks_override=24, **settings)
+    core = tiny_llama.engine(block_size=8, num_gpu_blocks_override=24, device=DEVICE, **settings)
     requests = [make_request(str(n), random_prompt(n, seed=n), max_tokens=3) for n in (1, 8, 13)]
     return {req_id: result.token_ids for req_id, result in run_to_end(core, requests).items()}
 
@@ -28,7 +31,7 @@ def test_an_fp8_cache_holds_one_byte_a_number_and_gives_close_logits(tiny_llama)
     assert {cache.dtype for cache in core.worker.kv_caches.values()} == {torch.float8_e4m3fn}
     request = make_request("a", random_prompt(13, seed=0), max_tokens=2, logprobs=0)
     result = run_to_end(core, [request])["a"]
-    plain = tiny_llama.engine(block_size=8, num_gpu_blocks_override=24, attention_backend="torch")
+    plain = tiny_llama.engine(attention_backend="torch", **settings)
     expected = run_to_end(plain, [make_request("a", random_prompt(13, seed=0), max_tokens=2, logprobs=0)])["a"]
     assert abs(result.logprobs[0].logprobs[0] - expected.logprobs[0].logprobs[0]) < 0.2
 
@@ -38,10 +41,10 @@ def test_an_fp8_cache_is_refused_where_nothing_can_read_it(tiny_llama):
         tiny_llama.engine(attention_backend="torch", kv_cache_dtype="fp8")
 
 
-def test_smollm2_says_the_same_through_interpreted_kernels():
+def test_smollm2_says_the_same_through_the_kernels():
     texts = {
         backend: LLM(
-            "smollm2-135m", attention_backend=backend, device="cpu", num_gpu_blocks_override=8, max_model_len=64
+            "smollm2-135m", attention_backend=backend, device=DEVICE, num_gpu_blocks_override=8, max_model_len=64
         )
         .generate("The capital of France is", SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)[0]
         .outputs[0]
