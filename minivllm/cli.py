@@ -1,4 +1,4 @@
-"""`python -m minivllm …`: generate text, fetch and list models, run benchmarks.
+"""`python -m minivllm …`: generate text, trace and draw steps, fetch and list models, run benchmarks.
 
 Text goes to stdout, everything about it (progress, speed, errors) to stderr. Errors are one line and exit code 2;
 Ctrl-C ends with 130.
@@ -12,6 +12,8 @@ import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from minivllm import cli_trace
 
 if TYPE_CHECKING:
     from minivllm.llm import LLM
@@ -44,6 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_generate(commands)
+    cli_trace.add_trace(commands, DEFAULT_MODEL)
+    cli_trace.add_plot(commands)
     fetch = commands.add_parser("fetch", help="download a named model", description="Download a named model.")
     fetch.add_argument("name", help="a name that `models` lists")
     fetch.set_defaults(run=_fetch)
@@ -56,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     from minivllm.bench import engine, equality
 
     engine.add_arguments(bench_commands.add_parser("engine", help="throughput of the whole engine, with peers"))
+    _add_kernels(bench_commands.add_parser("kernels", help="the attention kernels at well-known shapes, with peers"))
     equality.add_arguments(bench_commands.add_parser("equality", help="greedy tokens against transformers'"))
     return parser
 
@@ -120,7 +125,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         run = llm.chat if arguments.chat else llm.generate
         outputs = run(prompts, params, use_tqdm=sys.stderr.isatty())
         for prompt, output in zip(arguments.prompts, outputs, strict=True):
-            _print_output(prompt, output, arguments.json)
+            print_output(prompt, output, arguments.json)
     _print_speed(outputs, time.perf_counter() - start)
     return 2 if any(output.error for output in outputs) else 0
 
@@ -133,7 +138,7 @@ def _print_stream(llm: "LLM", prompt: "str | list[dict[str, str]]", params: "Sam
         return stream.output
 
 
-def _print_output(prompt: str, output: "RequestOutput", as_json: bool) -> None:
+def print_output(prompt: str, output: "RequestOutput", as_json: bool) -> None:
     if as_json:
         record = dataclasses.asdict(output)
         record["prompt"] = prompt
@@ -152,6 +157,19 @@ def _print_speed(outputs: "list[RequestOutput]", seconds: float) -> None:
         f"{num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.1f} tok/s, first token after {first:.3f} s",
         file=sys.stderr,
     )
+
+
+def _add_kernels(parser: argparse.ArgumentParser) -> None:
+    """Declared here, so that help needs no Triton."""
+    parser.set_defaults(run=_bench_kernels)
+    parser.add_argument("--family", choices=("flash", "paged", "mla"), help="default: all three")
+    parser.add_argument("--json", metavar="OUT", help="write a result file")
+
+
+def _bench_kernels(arguments: argparse.Namespace) -> int:
+    from minivllm.bench.kernels import run
+
+    return run(arguments)
 
 
 def _fetch(arguments: argparse.Namespace) -> int:

@@ -27,7 +27,8 @@ def test_the_random_model_gives_the_same_tokens_through_triton(tiny_llama):
 
 
 def test_an_fp8_cache_holds_one_byte_a_number_and_gives_close_logits(tiny_llama):
-    core = tiny_llama.engine(block_size=8, num_gpu_blocks_override=24, attention_backend="triton", kv_cache_dtype="fp8")
+    settings = {"block_size": 8, "num_gpu_blocks_override": 24, "device": DEVICE}
+    core = tiny_llama.engine(attention_backend="triton", kv_cache_dtype="fp8", **settings)
     assert {cache.dtype for cache in core.worker.kv_caches.values()} == {torch.float8_e4m3fn}
     request = make_request("a", random_prompt(13, seed=0), max_tokens=2, logprobs=0)
     result = run_to_end(core, [request])["a"]
