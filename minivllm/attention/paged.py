@@ -159,10 +159,16 @@ def _paged_kernel(
 
         o, row_lse = finish(acc, m, l)
         if NUM_SPLITS == 1 or lo < hi:
-            o_at = out + split * out_split + token[:, None] * out_token + head[:, None] * out_head + dv[None, :]
+            o_at = (
+                out
+                + split.to(tl.int64) * out_split
+                + token[:, None] * out_token
+                + head[:, None] * out_head
+                + dv[None, :]
+            )
             tl.store(o_at, round_to(o * v_scale, out.dtype.element_ty), live[:, None] & (dv < DV)[None, :])
         if lse is not None:
-            tl.store(lse + split * lse_split + head.to(tl.int64) * lse_head + token, row_lse, live)
+            tl.store(lse + split.to(tl.int64) * lse_split + head.to(tl.int64) * lse_head + token, row_lse, live)
 
 
 @triton.jit
