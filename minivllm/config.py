@@ -48,6 +48,7 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0
     """Longest prefill chunk of one request in one step; 0 means no limit of its own."""
     scheduling_policy: str = "fcfs"
+    """ "fcfs": first come, first served; "priority": requests of lower `priority` first, preempted last."""
     attention_backend: str = "auto"
     gemm_backend: str = "auto"
     speculative_config: dict[str, Any] | None = None
@@ -113,7 +114,6 @@ class EngineConfig:
         """Options that architecture and command line already name, but that nothing serves yet."""
         not_built = {
             "quantization": self.quantization is not None,
-            "scheduling_policy": self.scheduling_policy != "fcfs",
             "gemm_backend": self.gemm_backend != "auto",
             "speculative_config": self.speculative_config is not None,
             "pipeline_parallel_size": self.pipeline_parallel_size != 1,

@@ -28,8 +28,10 @@ from minivllm.prompts import (
     Prompt,
     PromptReader,
     as_prompt_list,
+    check_cache_salt,
+    check_priority,
     find_eos_token_ids,
-    params_for_each,
+    one_for_each,
 )
 from minivllm.sampling_params import SamplingParams
 from minivllm.stream import Stream
@@ -77,6 +79,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts; results come in the order of the prompts.
 
@@ -84,18 +88,22 @@ class LLM:
             prompts: a text, a list of token ids, or a list of those.
             sampling_params: one for all prompts or one for each; None is `SamplingParams()`.
             use_tqdm: show progress and tokens per second on stderr.
+            priority: the lower, the sooner served; for `scheduling_policy="priority"`. One for all or one for each.
+            cache_salt: prompts share cached beginnings only with prompts of the same salt. One for all or one each.
 
         Raises:
             ValueError: every prompt was refused. Where only some are, the others are completed and the refused ones
                 carry the reason in `RequestOutput.error`.
         """
-        return self._generate(as_prompt_list(prompts), sampling_params, use_tqdm)
+        return self._generate(as_prompt_list(prompts), sampling_params, use_tqdm, priority, cache_salt)
 
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation (or several), put into words by the model's own chat template.
 
@@ -103,19 +111,31 @@ class LLM:
             messages: dicts with "role" (system, user, assistant) and "content". The rest is as in `generate`.
         """
         is_one = bool(messages) and isinstance(messages[0], dict)
-        return self._generate([messages] if is_one else list(messages), sampling_params, use_tqdm)
+        conversations = [messages] if is_one else list(messages)
+        return self._generate(conversations, sampling_params, use_tqdm, priority, cache_salt)
 
     def _generate(
         self,
         prompt_list: list[Prompt | Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
+        priority: int | Sequence[int],
+        cache_salt: str | Sequence[str | None] | None,
     ) -> list[RequestOutput]:
-        params_list = params_for_each(sampling_params, len(prompt_list))
+        num_prompts = len(prompt_list)
+        each = zip(
+            prompt_list,
+            one_for_each(
+                "sampling_params", SamplingParams() if sampling_params is None else sampling_params, num_prompts
+            ),
+            one_for_each("priority values", priority, num_prompts),
+            one_for_each("cache_salt values", cache_salt, num_prompts),
+            strict=True,
+        )
         trackers: list[RequestTracker | RequestOutput] = []
-        for prompt, params in zip(prompt_list, params_list, strict=True):
+        for prompt, *arguments in each:
             try:
-                trackers.append(self._add_request(prompt, params))
+                trackers.append(self._add_request(prompt, *arguments))
             except ValueError as error:
                 text = prompt if isinstance(prompt, str) else None
                 trackers.append(RequestOutput(self._next_id(), text, [], finished=True, error=str(error)))
@@ -131,12 +151,23 @@ class LLM:
                 del self._trackers[tracker.request_id]
         return [item if isinstance(item, RequestOutput) else item.output() for item in trackers]
 
-    def stream(self, prompt: Prompt | Conversation, sampling_params: SamplingParams | None = None) -> Stream:
+    def stream(
+        self,
+        prompt: Prompt | Conversation,
+        sampling_params: SamplingParams | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Stream:
         """Complete one prompt, or answer one conversation, piece by piece; see `Stream`."""
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise ValueError(f"a stream shows one completion, not n={params.n}: use generate")
-        return Stream(self, self._add_request(prompt, params))
+        return Stream(self, self._add_request(prompt, params, priority, cache_salt))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached beginnings; refused (False) while requests are running, and then nothing changes."""
+        with self._lock:
+            return self.engine.reset_prefix_cache()
 
     def abort(self, request_id: str) -> None:
         """End a request at once; what it has produced so far stays. Unknown and finished ids are ignored."""
@@ -186,9 +217,13 @@ class LLM:
                     bar.update(len(pending) - len(still_pending))
                 pending = still_pending
 
-    def _add_request(self, prompt: Prompt | Conversation, params: SamplingParams) -> RequestTracker:
+    def _add_request(
+        self, prompt: Prompt | Conversation, params: SamplingParams, priority: int, cache_salt: str | None
+    ) -> RequestTracker:
         """Check a request, and queue one engine request for each of its completions."""
         text, token_ids = self._prompt_reader.read(prompt, params)
+        check_priority(priority, self.config.scheduling_policy)
+        check_cache_salt(cache_salt)
         request_id = self._next_id()
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         max_tokens = params.max_tokens or self.max_model_len - len(token_ids)
@@ -197,7 +232,9 @@ class LLM:
             own_params = dataclasses.replace(params, max_tokens=max_tokens, seed=_wrap_int64(seed + index))
             req_id = request_id if params.n == 1 else f"{request_id}-{index}"
             completions.append(CompletionTracker(req_id, index, token_ids, own_params, self.tokenizer))
-            requests.append(Request(req_id, token_ids, own_params, self.eos_token_ids, arrival_time=time.monotonic()))
+            requests.append(
+                Request(req_id, token_ids, own_params, self.eos_token_ids, priority, cache_salt, time.monotonic())
+            )
         tracker = RequestTracker(request_id, text, token_ids, completions)
         with self._lock:
             for request, completion in zip(requests, completions, strict=True):

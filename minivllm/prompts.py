@@ -26,17 +26,29 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [prompt_list] if is_one else prompt_list
 
 
-def params_for_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> Sequence[SamplingParams]:
-    """One set of parameters a prompt; a single set serves all."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
-    if len(params) != num_prompts:
+def one_for_each(name: str, value: Any, num_prompts: int) -> list[Any]:
+    """An argument that is given once for all prompts or as a list with one for each; `name` is for the error."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return [value] * num_prompts
+    if len(value) != num_prompts:
+        raise ValueError(f"there are {num_prompts} prompts but {len(value)} {name}: give one for all or one each")
+    return list(value)
+
+
+def check_priority(priority: Any, scheduling_policy: str) -> None:
+    """Raises ValueError for what is no priority, and for one that would go unheard."""
+    if isinstance(priority, bool) or not isinstance(priority, numbers.Integral):
+        raise ValueError(f"priority must be a whole number (the lower, the sooner served), not {priority!r}")
+    if priority and scheduling_policy != "priority":
         raise ValueError(
-            f"there are {num_prompts} prompts but {len(params)} sampling_params: give one for all or one each"
+            f"priority={priority} needs scheduling_policy='priority': under {scheduling_policy!r} nobody would heed it"
         )
-    return params
+
+
+def check_cache_salt(cache_salt: Any) -> None:
+    """Raises ValueError for what is neither None nor a text that keeps anybody apart."""
+    if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+        raise ValueError(f"cache_salt must be None or a text that is not empty, not {cache_salt!r}")
 
 
 class PromptReader:

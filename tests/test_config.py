@@ -63,7 +63,6 @@ def test_a_budget_smaller_than_max_num_seqs_is_refused_with_both_ways_out():
     ("name", "value"),
     [
         ("quantization", "fp8"),
-        ("scheduling_policy", "priority"),
         ("gemm_backend", "triton"),
         ("speculative_config", {"method": "ngram", "num_speculative_tokens": 4}),
         ("pipeline_parallel_size", 2),

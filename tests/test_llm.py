@@ -276,6 +276,90 @@ def test_the_number_of_parameters_must_match_the_prompts(llm):
         llm.generate(["a", "b"], [greedy()])
 
 
+@pytest.fixture(scope="module")
+def priority_llm(model_path):
+    return LLM(str(model_path), scheduling_policy="priority", max_num_seqs=1)
+
+
+def admission_order(llm, monkeypatch) -> list[list[int]]:
+    """Prompts in the order in which the engine takes them up, filled while it runs."""
+    order: list[list[int]] = []
+    execute_model = llm.model_runner.execute_model
+
+    def watched(message):
+        order.extend(new.prompt_token_ids for new in message.scheduled_new_reqs)
+        return execute_model(message)
+
+    monkeypatch.setattr(llm.model_runner, "execute_model", watched)
+    return order
+
+
+def test_a_lower_priority_is_served_sooner_and_the_results_keep_their_order(priority_llm, monkeypatch):
+    order = admission_order(priority_llm, monkeypatch)
+    prompts = [[1], [2], [3], [4]]
+    outputs = priority_llm.generate(prompts, greedy(2), use_tqdm=False, priority=[3, -1, 3, 0])
+    assert order == [[2], [4], [1], [3]]
+    assert [output.prompt_token_ids for output in outputs] == prompts
+
+
+def test_one_priority_serves_all_prompts_of_a_call_and_a_later_stream_can_overtake_them(priority_llm, monkeypatch):
+    order = admission_order(priority_llm, monkeypatch)
+    with priority_llm.stream([9], greedy(2), priority=5) as late:
+        priority_llm.generate([[7], [8]], greedy(2), use_tqdm=False, priority=4)
+        assert order == [[7], [8]]
+        list(late)
+    conversation = [{"role": "user", "content": "a"}]
+    priority_llm.chat([conversation], greedy(2), use_tqdm=False, priority=[1])
+    assert order[2] == [9] and len(order) == 4
+
+
+@pytest.mark.parametrize("bad", ["high", None, 1.5, True])
+def test_what_is_no_priority_is_refused(priority_llm, bad):
+    with pytest.raises(ValueError, match=r"priority must be a whole number \(the lower, the sooner served\), not "):
+        priority_llm.generate("a", greedy(), use_tqdm=False, priority=bad)
+
+
+def test_a_priority_that_nobody_would_heed_is_refused(llm):
+    with pytest.raises(ValueError, match="priority=1 needs scheduling_policy='priority': under 'fcfs'"):
+        llm.stream("a", greedy(), priority=1)
+    assert nothing_is_left(llm)
+
+
+def test_prompts_share_what_is_cached_only_with_prompts_of_the_same_salt(model_path):
+    llm = LLM(str(model_path), block_size=4)
+    salts = ["me", None, "you", "me"]
+    hits = [llm.generate([1] * 9, greedy(1), use_tqdm=False, cache_salt=salt)[0].num_cached_tokens for salt in salts]
+    assert hits == [0, 0, 0, 8]
+    outputs = llm.generate([[2] * 9] * 3, greedy(1), use_tqdm=False, cache_salt=["me", "you", "me"])
+    assert [output.num_cached_tokens for output in outputs] == [0, 0, 8]
+    with llm.stream([2] * 9, greedy(1), cache_salt="you") as stream:
+        list(stream)
+        assert stream.output.num_cached_tokens == 8
+
+
+@pytest.mark.parametrize("bad", ["", 7])
+def test_a_salt_that_keeps_nobody_apart_is_refused(llm, bad):
+    with pytest.raises(ValueError, match="cache_salt must be None or a text that is not empty, not "):
+        llm.generate("a", greedy(), use_tqdm=False, cache_salt=bad)
+
+
+def test_the_number_of_priorities_and_salts_must_match_the_prompts(llm):
+    with pytest.raises(ValueError, match="2 prompts but 3 priority values: give one for all or one each"):
+        llm.generate(["a", "b"], greedy(), priority=[0, 0, 0])
+    with pytest.raises(ValueError, match="2 prompts but 1 cache_salt values: give one for all or one each"):
+        llm.generate(["a", "b"], greedy(), cache_salt=["x"])
+
+
+def test_the_prefix_cache_can_be_forgotten_while_nothing_runs(model_path):
+    llm = LLM(str(model_path), block_size=4)
+    with llm.stream([1] * 9, greedy(8)) as stream:
+        next(stream)
+        assert llm.reset_prefix_cache() is False
+    assert llm.generate([1] * 9, greedy(1), use_tqdm=False)[0].num_cached_tokens == 8
+    assert llm.reset_prefix_cache() is True
+    assert llm.generate([1] * 9, greedy(1), use_tqdm=False)[0].num_cached_tokens == 0
+
+
 def test_a_stream_shows_one_completion_only(llm):
     with pytest.raises(ValueError, match="n=2"):
         llm.stream("a", SamplingParams(n=2))

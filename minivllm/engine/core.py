@@ -52,6 +52,7 @@ class EngineCore:
             max_num_batched_tokens=config.max_num_batched_tokens,
             enable_chunked_prefill=config.enable_chunked_prefill,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
+            scheduling_policy=config.scheduling_policy,
         )
 
     def add_request(self, request: Request) -> None:
@@ -61,6 +62,10 @@ class EngineCore:
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests at once; their tokens on the way are dropped. Unknown ids are ignored."""
         self.scheduler.abort(request_ids)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget what is cached; refused (False) while requests hold blocks, and then nothing changes."""
+        return self.scheduler.kv_cache_manager.reset_prefix_cache()
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.num_unfinished_requests > 0

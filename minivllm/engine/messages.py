@@ -9,6 +9,7 @@ Everything is plain Python: a message can be printed in a notebook, compared in 
 
 from dataclasses import dataclass, field
 
+from minivllm.engine.request import Request
 from minivllm.sampling_params import SamplingParams
 
 
@@ -26,6 +27,20 @@ class NewRequestData:
     num_computed_tokens: int
     """Tokens whose K and V are in the cache already (a prefix hit)."""
 
+    @classmethod
+    def of(cls, request: Request, block_ids: list[int]) -> "NewRequestData":
+        """What the workers must know of a request that has just been given these blocks."""
+        params = request.sampling_params
+        eos_token_ids = frozenset() if params.ignore_eos else request.eos_token_ids
+        return cls(
+            req_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling_params=params,
+            stop_token_ids=eos_token_ids | frozenset(params.stop_token_ids),
+            block_ids=block_ids,
+            num_computed_tokens=request.num_computed_tokens,
+        )
+
 
 @dataclass
 class CachedRequestData:
@@ -38,17 +53,29 @@ class CachedRequestData:
     resumed_req_ids: set[str] = field(default_factory=set)
     """Of these, the ones that come back after a preemption: their old block table is void."""
 
+    def append(self, request: Request, new_block_ids: list[int]) -> None:
+        self.req_ids.append(request.request_id)
+        self.new_block_ids.append(new_block_ids)
+        self.num_computed_tokens.append(request.num_computed_tokens)
+
+    def remove(self, req_id: str) -> None:
+        index = self.req_ids.index(req_id)
+        for entries in (self.req_ids, self.new_block_ids, self.num_computed_tokens):
+            del entries[index]
+
 
 @dataclass
 class SchedulerOutput:
     """One step: who runs, with how many tokens, in which blocks."""
 
+    step: int = 0
+    """Number of the step: several may be on their way, and each one's results are booked under its own."""
     scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
     scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData)
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     """For each scheduled request, how many tokens from num_computed_tokens on are computed in this step."""
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
-    """Drafts among those tokens, for the requests that have any."""
+    """Drafts among those tokens, for the requests that have any; -1 for a draft that only the worker knows yet."""
     finished_req_ids: set[str] = field(default_factory=set)
     """Requests that ended or were aborted since the last step: workers forget them."""
     preempted_req_ids: set[str] = field(default_factory=set)
@@ -57,6 +84,12 @@ class SchedulerOutput:
     @property
     def total_num_scheduled_tokens(self) -> int:
         return sum(self.num_scheduled_tokens.values())
+
+    def withdraw(self, req_id: str) -> int:
+        """Take back what the step was to do for a running request; returns its tokens, for the budget."""
+        self.scheduled_cached_reqs.remove(req_id)
+        self.scheduled_spec_decode_tokens.pop(req_id, None)
+        return self.num_scheduled_tokens.pop(req_id)
 
 
 @dataclass
@@ -82,7 +115,7 @@ class ModelRunnerOutput:
     """Proposals for the next step: unverified, never part of the output."""
 
 
-@dataclass
+@dataclass(slots=True)
 class EngineCoreOutput:
     """What the front door learns about one request after a step."""
 
@@ -97,3 +130,18 @@ class EngineCoreOutput:
     num_cached_tokens: int = 0
     queue_time: float = 0.0
     """Seconds between arrival and the first step that took the request."""
+
+    @classmethod
+    def of(cls, request: Request, num_new: int, model_output: ModelRunnerOutput) -> "EngineCoreOutput":
+        """What a step brought for a request that kept `num_new` of its tokens."""
+        req_id = request.request_id
+        return cls(
+            req_id,
+            model_output.sampled_token_ids.get(req_id, [])[:num_new],
+            model_output.logprobs.get(req_id, [])[:num_new],
+            model_output.prompt_logprobs.get(req_id, []),
+            request.status.value if request.status.is_finished else None,
+            request.stop_reason,
+            request.num_cached_tokens or 0,
+            request.first_scheduled_time - request.arrival_time,
+        )

@@ -9,28 +9,32 @@ One rule, no phases. A request is scheduled for `n` of the tokens whose K and V 
 ```
 
 A fresh prompt, a chunk of a long one, a decode, the verification of k drafts and the recomputation after a
-preemption are all this one case. Running requests come first, in order of arrival, then waiting ones; all share the
-token budget of the step (continuous batching: Orca, Yu et al. 2022; chunked prefill: Sarathi, Agrawal et al. 2023).
+preemption are all this one case. Running requests come first, in the order in which they were admitted, then waiting
+ones; all share the token budget of the step (continuous batching: Orca, Yu et al. 2022; chunked prefill: Sarathi,
+Agrawal et al. 2023).
 
-When the pool is empty, the request that came last gives its blocks up and goes back to the front of the queue. It
-keeps its outputs and recomputes their K and V later: *preemption by recompute*. Since the first of the running
-requests is never the victim while others run, it always gets on, and so does everyone in turn.
+When the pool is empty, a victim gives its blocks up and goes back to the queue: under "fcfs" the request that was
+admitted last, under "priority" the least urgent one. It keeps its outputs and recomputes their K and V later:
+*preemption by recompute*. The most urgent of the running requests is never the victim while others run: it always
+gets on, and so does everyone in turn. A victim may have been scheduled in this very step; then that is undone.
+
+Steps may be planned before the results of earlier ones are known:
+  * counters move when a step is scheduled, so a request whose newest token is on its way has nothing to compute, and
+    is left out; with several stages a step takes only its share of the decodes, and other steps take the others;
+  * with `async_scheduling` the tokens on their way are counted as placeholders, and computing goes on past them.
 """
 
 import time
-from collections import deque
 from collections.abc import Iterable
 
 from minivllm.config import ConfigError
+from minivllm.engine.in_flight import StepPlan, StepsInFlight
 from minivllm.engine.kv_cache import KVCacheManager
-from minivllm.engine.messages import (
-    CachedRequestData,
-    EngineCoreOutput,
-    ModelRunnerOutput,
-    NewRequestData,
-    SchedulerOutput,
-)
+from minivllm.engine.messages import EngineCoreOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from minivllm.engine.request import Request, RequestStatus
+from minivllm.engine.request_queue import make_queue, urgency
+
+UNKNOWN_DRAFT = -1
 
 
 class Scheduler:
@@ -44,6 +48,15 @@ class Scheduler:
         enable_chunked_prefill: if False, a prompt is computed whole in one step or waits.
         long_prefill_token_threshold: longest chunk of one request in one step; 0 means no limit of its own.
         num_lookahead_tokens: cache slots a proposer needs beyond the scheduled tokens.
+        scheduling_policy: "fcfs" or "priority"; who is admitted first, and who is preempted.
+        async_scheduling: plan a step before the results of the one before it are known.
+        num_speculative_tokens: with `async_scheduling`, drafts that the worker will have for each request.
+        pipeline_parallel_size: stages, and so batches in flight, that the decodes are shared out among.
+
+    Attributes:
+        requests: every unfinished request by its id.
+        waiting: those that hold no blocks, in the order of admission.
+        running: the others.
     """
 
     def __init__(
@@ -55,6 +68,10 @@ class Scheduler:
         enable_chunked_prefill: bool = True,
         long_prefill_token_threshold: int = 0,
         num_lookahead_tokens: int = 0,
+        scheduling_policy: str = "fcfs",
+        async_scheduling: bool = False,
+        num_speculative_tokens: int = 0,
+        pipeline_parallel_size: int = 1,
     ) -> None:
         largest = kv_cache_manager.num_blocks * kv_cache_manager.block_size
         if largest < max_model_len:
@@ -74,10 +91,17 @@ class Scheduler:
         self.enable_chunked_prefill = enable_chunked_prefill
         self.long_prefill_token_threshold = long_prefill_token_threshold
         self.num_lookahead_tokens = num_lookahead_tokens
+        self.scheduling_policy = scheduling_policy
+        self.async_scheduling = async_scheduling
+        self.num_speculative_tokens = num_speculative_tokens
+        self.pipeline_parallel_size = pipeline_parallel_size
 
         self.requests: dict[str, Request] = {}
-        self.waiting: deque[Request] = deque()
+        self.waiting = make_queue(scheduling_policy)
         self.running: list[Request] = []
+        self._in_flight = StepsInFlight()
+        self._num_steps = 0
+        self._num_arrivals = 0
         self._finished_req_ids: set[str] = set()
         self._preempted_req_ids: set[str] = set()
 
@@ -100,183 +124,187 @@ class Scheduler:
                 f"the prompt has {request.num_prompt_tokens} tokens and leaves no room for an output within "
                 f"max_model_len ({self.max_model_len}): shorten it to at most {self.max_model_len - 1} tokens"
             )
+        request.arrival_index = self._num_arrivals
+        self._num_arrivals += 1
         self.requests[request.request_id] = request
         self.waiting.append(request)
 
     def schedule(self) -> SchedulerOutput:
         """Plan one step. Counters move at once, so that the next step can be planned before this one has run."""
-        output = SchedulerOutput()
-        budget = self.max_num_batched_tokens
-        budget = self._schedule_running(output, budget)
-        if not self._preempted_req_ids:
-            self._admit_waiting(output, budget)
+        plan = StepPlan(SchedulerOutput(step=self._num_steps), self.max_num_batched_tokens)
+        self._num_steps += 1
+        self._schedule_running(plan)
+        if not plan.has_preempted:
+            self._admit_waiting(plan)
+        output = plan.output
         output.finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
         output.preempted_req_ids, self._preempted_req_ids = self._preempted_req_ids, set()
+        if output.num_scheduled_tokens:
+            self._in_flight.add(output.step, plan.step)
         return output
 
-    def _schedule_running(self, output: SchedulerOutput, budget: int) -> int:
-        index = 0
-        while index < len(self.running) and budget > 0:
-            request = self.running[index]
-            num_new = self.num_new_tokens(request, request.num_computed_tokens, budget)
-            if num_new > 0:
-                new_block_ids = self._allocate_or_preempt(request, num_new)
+    def _schedule_running(self, plan: StepPlan) -> None:
+        max_decodes = -(-len(self.running) // self.pipeline_parallel_size)
+        while plan.cursor < len(self.running) and plan.budget > 0:
+            request = self.running[plan.cursor]
+            num_new = self.num_new_tokens(request, request.num_computed_tokens, plan.budget)
+            # With a step in flight, nothing may be left to compute, and several accepted drafts may be taken back.
+            if num_new > 0 and not self._must_wait(plan, request, max_decodes):
+                new_block_ids = self._allocate_or_preempt(plan, request, num_new)
                 if new_block_ids is None:
-                    break  # the request itself was the last one left to give its blocks up
-                self._append_cached(output.scheduled_cached_reqs, request, new_block_ids)
-                self._book(output, request, num_new)
-                budget -= num_new
-            index += 1
-        return budget
+                    break
+                plan.output.scheduled_cached_reqs.append(request, new_block_ids)
+                self._book(plan, request, num_new)
+            plan.cursor += 1
 
-    def _admit_waiting(self, output: SchedulerOutput, budget: int) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            computed_blocks = self.kv_cache_manager.find_computed_blocks(request)
-            num_computed = len(computed_blocks) * self.kv_cache_manager.block_size
-            num_new = self.num_new_tokens(request, num_computed, budget)
+    def _must_wait(self, plan: StepPlan, request: Request, max_decodes: int) -> bool:
+        """Whether a request with tokens to compute sits this step out: others' turn, or its end is on the way."""
+        if request.num_output_placeholders:
+            num_outputs = request.num_output_tokens + self._in_flight.num_tokens_on_the_way(request)
+            if num_outputs >= request.sampling_params.max_tokens:
+                return True
+        return len(plan.decodes) >= max_decodes and request.is_decode
+
+    def _admit_waiting(self, plan: StepPlan) -> None:
+        manager = self.kv_cache_manager
+        while self.waiting and plan.budget > 0 and len(self.running) < self.max_num_seqs:
+            request = self.waiting.peek()
+            if request.num_preemptions and self._in_flight.hold(request):
+                break  # its tokens on the way are not known yet, and a position must not be sampled twice
+            computed_blocks = manager.find_computed_blocks(request)
+            num_computed = len(computed_blocks) * manager.block_size
+            num_new = self.num_new_tokens(request, num_computed, plan.budget)
             if not self.enable_chunked_prefill and num_new < request.num_tokens - num_computed:
                 break
-            new_block_ids = self.kv_cache_manager.allocate(request, num_new, computed_blocks, self.num_lookahead_tokens)
-            if new_block_ids is None:
+            block_ids = manager.allocate(request, num_new, computed_blocks, self.num_lookahead_tokens)
+            if block_ids is None:
                 break
-            self.waiting.popleft()
+            self.waiting.pop()
             self.running.append(request)
             request.num_computed_tokens = num_computed
             if request.status is RequestStatus.PREEMPTED:
-                output.scheduled_cached_reqs.resumed_req_ids.add(request.request_id)
-                self._append_cached(output.scheduled_cached_reqs, request, new_block_ids)
+                plan.output.scheduled_cached_reqs.resumed_req_ids.add(request.request_id)
+                plan.output.scheduled_cached_reqs.append(request, block_ids)
             else:
                 request.num_cached_tokens = num_computed
                 request.first_scheduled_time = time.monotonic()
-                output.scheduled_new_reqs.append(self._new_request_data(request, new_block_ids))
+                if manager.looks_up(request):
+                    manager.prefix_cache_stats.record(request.num_tokens, num_computed)
+                plan.output.scheduled_new_reqs.append(NewRequestData.of(request, block_ids))
             request.status = RequestStatus.RUNNING
-            self._book(output, request, num_new)
-            budget -= num_new
+            self._book(plan, request, num_new)
 
     def num_new_tokens(self, request: Request, num_computed: int, budget: int) -> int:
         """The one rule: all that is not in the cache yet, cut to the threshold, the budget and the longest length.
 
         The last position of a request of max_model_len tokens is never computed: no token may follow it.
         """
-        num_new = request.num_tokens_with_spec - num_computed
+        num_new = request.num_tokens_with_spec + request.num_output_placeholders - num_computed
         if 0 < self.long_prefill_token_threshold < num_new:
             num_new = self.long_prefill_token_threshold
         return min(num_new, budget, self.max_model_len - 1 - num_computed)
 
-    def _allocate_or_preempt(self, request: Request, num_new: int) -> list[int] | None:
+    def _allocate_or_preempt(self, plan: StepPlan, request: Request, num_new: int) -> list[int] | None:
+        """Blocks for a running request, taken from others if need be; None if it was itself the one to give way."""
         while True:
             new_block_ids = self.kv_cache_manager.allocate(
                 request, num_new, num_lookahead_tokens=self.num_lookahead_tokens
             )
             if new_block_ids is not None:
                 return new_block_ids
-            victim = self.running.pop()
-            self._preempt(victim)
+            victim = self.running[-1] if self.scheduling_policy == "fcfs" else max(self.running, key=urgency)
+            if self.running.index(victim) < plan.cursor:
+                plan.cursor -= 1
+            if victim.request_id in plan.step.requests:
+                plan.withdraw(victim)
+                self.kv_cache_manager.forget_last_names(victim)
+            self.preempt(victim)
+            plan.has_preempted = True
             if victim is request:
                 return None
 
-    def _preempt(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
+        """Take a running request's blocks away and send it back to the queue; it keeps its tokens.
+
+        Steps of it that are in flight still bring theirs. Until they have, it is not admitted again.
+        """
+        self.running.remove(request)
         self.kv_cache_manager.free(request)
+        self._in_flight.note_preemption(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
+        request.num_output_placeholders = 0
         request.spec_token_ids = []
         request.num_preemptions += 1
-        self.waiting.appendleft(request)
+        self.waiting.put_back(request)
         self._preempted_req_ids.add(request.request_id)
 
-    def _book(self, output: SchedulerOutput, request: Request, num_new: int) -> None:
+    def _book(self, plan: StepPlan, request: Request, num_new: int) -> None:
         """Enter `num_new` tokens of a request; drafts that the step has no room for are dropped."""
-        num_drafts = request.num_computed_tokens + num_new - request.num_tokens
+        request_id, output = request.request_id, plan.output
+        num_drafts = request.num_computed_tokens + num_new - request.num_tokens - request.num_output_placeholders
         if num_drafts > 0:
-            output.scheduled_spec_decode_tokens[request.request_id] = request.spec_token_ids[:num_drafts]
+            output.scheduled_spec_decode_tokens[request_id] = request.spec_token_ids[:num_drafts]
         request.spec_token_ids = []
-        output.num_scheduled_tokens[request.request_id] = num_new
+        if self.pipeline_parallel_size > 1 and request.is_decode:
+            plan.decodes.add(request_id)
+        if num_drafts < 0:
+            plan.step.prefill_chunks.add(request_id)
+        elif self.async_scheduling:
+            request.num_output_placeholders += 1 + num_drafts
+            request.spec_token_ids = [UNKNOWN_DRAFT] * self.num_speculative_tokens
+        plan.step.requests[request_id] = request
+        output.num_scheduled_tokens[request_id] = num_new
         request.num_computed_tokens += num_new
-
-    @staticmethod
-    def _append_cached(cached: CachedRequestData, request: Request, new_block_ids: list[int]) -> None:
-        cached.req_ids.append(request.request_id)
-        cached.new_block_ids.append(new_block_ids)
-        cached.num_computed_tokens.append(request.num_computed_tokens)
-
-    @staticmethod
-    def _new_request_data(request: Request, block_ids: list[int]) -> NewRequestData:
-        params = request.sampling_params
-        eos_token_ids = frozenset() if params.ignore_eos else request.eos_token_ids
-        return NewRequestData(
-            req_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            sampling_params=params,
-            stop_token_ids=eos_token_ids | frozenset(params.stop_token_ids),
-            block_ids=block_ids,
-            num_computed_tokens=request.num_computed_tokens,
-        )
+        plan.budget -= num_new
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput
     ) -> list[EngineCoreOutput]:
         """Book what a step brought: append tokens, settle stops, free what has ended."""
         outputs: list[EngineCoreOutput] = []
-        for req_id in scheduler_output.num_scheduled_tokens:
-            request = self.requests.get(req_id)
-            if request is None or request.status is RequestStatus.WAITING:
-                continue  # aborted while the step was on its way, and its id perhaps given to another
+        if not scheduler_output.num_scheduled_tokens:
+            return outputs
+        step = self._in_flight.pop(scheduler_output.step)
+        finished: list[Request] = []
+        for req_id, request in step.requests.items():
+            if request.status.is_finished:
+                continue  # ended or aborted while the step was on its way, and its id perhaps given to another
             token_ids = model_output.sampled_token_ids.get(req_id, [])
-            drafts = scheduler_output.scheduled_spec_decode_tokens.get(req_id)
-            if drafts:
-                request.num_computed_tokens -= len(drafts) + 1 - len(token_ids)
-            num_kept = self._append_until_stop(request, token_ids)
-            prompt_logprobs = model_output.prompt_logprobs.get(req_id, [])
-            if num_kept or prompt_logprobs:
-                outputs.append(self._engine_core_output(request, num_kept, model_output))
-            if not request.status.is_finished and request.num_computed_tokens >= request.num_tokens - 1:
-                request.spec_token_ids = list(model_output.draft_token_ids.get(req_id, []))
-        self._release_finished()
+            num_kept = request.append_output_tokens(token_ids, self.max_model_len)
+            if req_id not in step.preempted:
+                drafts = scheduler_output.scheduled_spec_decode_tokens.get(req_id)
+                num_rejected = len(drafts) + 1 - len(token_ids) if drafts else 0
+                request.num_computed_tokens -= num_rejected
+                if self.async_scheduling:
+                    request.num_output_placeholders -= num_rejected + num_kept
+                elif model_output.draft_token_ids and req_id not in step.prefill_chunks:
+                    request.spec_token_ids = list(model_output.draft_token_ids.get(req_id, []))
+            if num_kept or req_id in model_output.prompt_logprobs:
+                outputs.append(EngineCoreOutput.of(request, num_kept, model_output))
+            if request.status.is_finished:
+                finished.append(request)
+        self._release(finished)
         return outputs
-
-    def _append_until_stop(self, request: Request, token_ids: list[int]) -> int:
-        """Append token by token; what follows a stop is dropped. Returns how many were kept."""
-        for count, token_id in enumerate(token_ids, start=1):
-            if request.append_output_token(token_id, self.max_model_len):
-                return count
-        return len(token_ids)
-
-    @staticmethod
-    def _engine_core_output(request: Request, num_kept: int, model_output: ModelRunnerOutput) -> EngineCoreOutput:
-        req_id = request.request_id
-        return EngineCoreOutput(
-            req_id=req_id,
-            new_token_ids=model_output.sampled_token_ids.get(req_id, [])[:num_kept],
-            new_logprobs=model_output.logprobs.get(req_id, [])[:num_kept],
-            new_prompt_logprobs=model_output.prompt_logprobs.get(req_id, []),
-            finish_reason=request.status.value if request.status.is_finished else None,
-            stop_reason=request.stop_reason,
-            num_cached_tokens=request.num_cached_tokens or 0,
-            queue_time=request.first_scheduled_time - request.arrival_time,
-        )
-
-    def _release_finished(self) -> None:
-        finished = [request for request in self.running if request.status.is_finished]
-        if finished:
-            self.running = [request for request in self.running if not request.status.is_finished]
-            for request in finished:
-                self._release(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests at once, whatever they are doing; unknown or finished ids are ignored."""
-        for request_id in request_ids:
-            request = self.requests.get(request_id)
-            if request is None:
-                continue
-            if request.status is RequestStatus.RUNNING:
-                self.running.remove(request)
-            else:
-                self.waiting.remove(request)
+        aborted = [
+            self.requests[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self.requests
+        ]
+        for request in aborted:
             request.status = RequestStatus.FINISHED_ABORTED
-            self._release(request)
+        self._release(aborted)
 
-    def _release(self, request: Request) -> None:
-        self.kv_cache_manager.free(request)
-        del self.requests[request.request_id]
-        self._finished_req_ids.add(request.request_id)
+    def _release(self, finished: list[Request]) -> None:
+        """Requests have ended: they leave the scheduler and the cache, and the workers will be told."""
+        if not finished:
+            return
+        self.running = [request for request in self.running if not request.status.is_finished]
+        for request in finished:
+            if not self.kv_cache_manager.holds(request):
+                self.waiting.remove(request)
+            self.kv_cache_manager.free(request)
+            del self.requests[request.request_id]
+            self._finished_req_ids.add(request.request_id)
+            self._preempted_req_ids.discard(request.request_id)

@@ -3,7 +3,8 @@
 import pytest
 from helpers import make_request
 
-from minivllm.engine.kv_cache import BlockPool, FreeBlockQueue, KVCacheBlock, KVCacheManager
+from minivllm.engine.block_pool import BlockPool, FreeBlockQueue, KVCacheBlock
+from minivllm.engine.kv_cache import BlockTable, KVCacheManager
 
 
 def manager(num_blocks=8, block_size=4, max_model_len=32, enable_prefix_caching=True) -> KVCacheManager:
@@ -21,8 +22,7 @@ def snapshot(kv: KVCacheManager):
         free_order(kv),
         [(block.ref_count, block.block_hash) for block in pool.blocks],
         {block_hash: list(blocks) for block_hash, blocks in pool.blocks_of_hash.items()},
-        {req_id: [block.block_id for block in table] for req_id, table in kv._tables.items()},
-        dict(kv._num_hashed),
+        {req_id: ([b.block_id for b in table.blocks], table.num_named) for req_id, table in kv._tables.items()},
     )
 
 
@@ -238,7 +238,7 @@ class TestPrefixLookup:
     def test_the_walk_stops_at_the_first_miss(self):
         kv = manager()
         hold(kv, "a", 13)
-        kv.block_pool._forget_hash(kv.block_pool.blocks[1])
+        kv.block_pool.forget_name(kv.block_pool.blocks[1])
         assert [b.block_id for b in kv.find_computed_blocks(make_request("b", 13))] == [0]
 
     def test_the_same_block_after_another_beginning_is_a_miss(self):
@@ -342,9 +342,9 @@ def name_of_another_block(kv):
 
 
 def two_tables_with_an_unnamed_block(kv):
-    block = kv._tables["a"][2]
+    block = kv._tables["a"].blocks[2]
     block.ref_count = 2
-    kv._tables["thief"] = [block]
+    kv._tables["thief"] = BlockTable([block])
 
 
 @pytest.mark.parametrize(
