@@ -45,6 +45,21 @@ def test_packed_requests_match_the_oracle_in_every_dtype(dtype, causal):
     check(EDGES, 2, 1, 64, 64, dtype, causal=causal)
 
 
+def test_lengths_far_from_tiles_and_from_each_other_match_the_oracle():
+    check([pair for pair in LONG if pair != (64, 64)], 1, 1, 16, 16, torch.float16, causal=True)
+
+
+def test_rows_beyond_two_to_the_31_elements_are_found():
+    """Rows that lie 2^30 elements apart in a virtual allocation of which a few pages are touched."""
+    base = torch.empty(2 * 2**30 + 2**15, dtype=torch.float16, device=DEVICE)
+    q, k, v = (base[i * 2**13 :].as_strided((3, 1, 16), (2**30, 16, 1)) for i in range(3))
+    for x in (q, k, v):
+        x.copy_(randn(3, 1, 16, dtype=torch.float16))
+    cu = cumulative([3])
+    out = flash.flash_attn_varlen_func(q, k, v, cu, cu, 3, 3, causal=True)
+    assert_close(out, reference.flash_attn_varlen_func(q.double(), k, v, cu, cu, 3, 3, causal=True))
+
+
 @pytest.mark.parametrize(
     "heads, kv_heads, d, dv, dtype",
     [
