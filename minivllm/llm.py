@@ -72,6 +72,7 @@ class LLM:
         self._request_numbers = itertools.count()
         self._trackers: dict[str, RequestTracker] = {}
         self._completions: dict[str, CompletionTracker] = {}
+        self._num_ended = 0  # completions, so that a waiting call looks at its own only when some have ended
         self._lock = threading.RLock()
 
     def generate(
@@ -178,6 +179,7 @@ class LLM:
                 self.engine.abort_requests(req_ids)
                 for req_id in req_ids:
                     self._completions.pop(req_id).abort()
+                self._num_ended += len(req_ids)
 
     def step(self) -> None:
         """Take one step of the engine and hand the new tokens to the requests they belong to.
@@ -190,31 +192,36 @@ class LLM:
             except BaseException:
                 for completion in self._completions.values():
                     completion.abort()
+                self._num_ended += len(self._completions)
                 self._completions.clear()
                 raise
+            now = time.monotonic()
             for core_output in core_outputs:
                 completion = self._completions[core_output.req_id]
-                if completion.update(core_output):
+                if completion.update(core_output, now):
                     self.engine.abort_requests([core_output.req_id])
                 if completion.is_finished:
                     del self._completions[core_output.req_id]
+                    self._num_ended += 1
 
     def _run(self, trackers: list[RequestTracker], use_tqdm: bool) -> None:
         num_prompt_tokens = sum(len(tracker.prompt_token_ids) for tracker in trackers)
         start = time.perf_counter()
-        pending = trackers
+        pending, num_ended = trackers, -1
         with tqdm(total=len(trackers), desc="Requests", unit="req", disable=not use_tqdm) as bar:
             while pending:
                 self.step()
+                if self._num_ended == num_ended:
+                    continue
+                num_ended = self._num_ended
                 still_pending = [tracker for tracker in pending if not tracker.is_finished]
-                if len(still_pending) < len(pending):
-                    elapsed = time.perf_counter() - start
-                    num_outputs = sum(tracker.num_output_tokens for tracker in trackers)
-                    bar.set_postfix_str(
-                        f"{num_prompt_tokens / elapsed:.0f} tok/s in, {num_outputs / elapsed:.0f} tok/s out",
-                        refresh=False,
-                    )
-                    bar.update(len(pending) - len(still_pending))
+                elapsed = time.perf_counter() - start
+                num_outputs = sum(tracker.num_output_tokens for tracker in trackers)
+                bar.set_postfix_str(
+                    f"{num_prompt_tokens / elapsed:.0f} tok/s in, {num_outputs / elapsed:.0f} tok/s out",
+                    refresh=False,
+                )
+                bar.update(len(pending) - len(still_pending))
                 pending = still_pending
 
     def _add_request(

@@ -50,23 +50,30 @@ class CompletionTracker:
     def is_finished(self) -> bool:
         return self.output.finish_reason is not None
 
-    def update(self, core_output: EngineCoreOutput) -> bool:
-        """Take in what a step brought; True if a stop string ended the text and the engine must be told."""
-        now = time.monotonic()
+    def update(self, core_output: EngineCoreOutput, now: float | None = None) -> bool:
+        """Take in what a step brought; True if a stop string ended the text and the engine must be told.
+
+        Args:
+            now: when the step ended, on the monotonic clock; None asks the clock.
+        """
+        now = time.monotonic() if now is None else now
         self.num_cached_tokens = core_output.num_cached_tokens
         self.queue_time = core_output.queue_time
-        self.prompt_logprobs += [self._decode_logprobs(entry) for entry in core_output.new_prompt_logprobs]
+        if core_output.new_prompt_logprobs:
+            self.prompt_logprobs += [self._decode_logprobs(entry) for entry in core_output.new_prompt_logprobs]
+        num_new = len(core_output.new_token_ids)
+        if num_new:
+            self.token_times = (self.token_times[0] if self.token_times else now, now)
         for position, token_id in enumerate(core_output.new_token_ids):
             self.output.token_ids.append(token_id)
-            self.token_times = (self.token_times[0] if self.token_times else now, now)
             if core_output.new_logprobs:
                 entry = core_output.new_logprobs[position]
                 self.output.logprobs.append(self._decode_logprobs(entry))
                 self.output.cumulative_logprob += entry.logprobs[0]
-            is_last = position == len(core_output.new_token_ids) - 1
-            is_stop_token = is_last and core_output.finish_reason == "stop"
-            has_text = self._detokenizer is not None and not is_stop_token
-            if has_text and self._append_text(self._detokenizer.append(token_id)):
+            if self._detokenizer is None:
+                continue
+            is_stop_token = core_output.finish_reason == "stop" and position == num_new - 1
+            if not is_stop_token and self._append_text(self._detokenizer.append(token_id)):
                 return True
         if core_output.finish_reason is not None:
             return self._finish(core_output)
