@@ -20,6 +20,18 @@ MUTED = _GREY
 """What is there for comparison: the tokens that were not sampled, what is not used."""
 INK = "#222222"
 FAINT = "#d0d0d0"
+PLATE = {"facecolor": "white", "edgecolor": "none", "pad": 1.0, "alpha": 0.9}
+"""What a text stands on where it would cross lines or hatches (`bbox`)."""
+TOKEN_LOOKS = {
+    "prefill": {"facecolor": KERNEL_COLOURS["flash"], "edgecolor": "white"},
+    "recompute": {"facecolor": KERNEL_COLOURS["flash"], "edgecolor": "white", "hatch": "////"},
+    "decode": {"facecolor": KERNEL_COLOURS["paged"], "edgecolor": "white"},
+    "accepted": {"facecolor": KERNEL_COLOURS["mla"], "edgecolor": "white"},
+    "rejected": {"facecolor": "white", "edgecolor": HIGHLIGHT, "hatch": "xxxx"},
+    "preempted": {"facecolor": "white", "edgecolor": MUTED, "hatch": "...."},
+}
+"""What scheduled tokens were, for patches. Long rows of prefill have the colour of the kernel that is made for them,
+and so have decodes; hatches tell apart what was done twice, in vain, or not at all."""
 
 _STYLE = {
     "figure.dpi": 100,
