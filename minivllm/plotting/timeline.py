@@ -122,6 +122,5 @@ def _add_legend(fig: Figure, parts: Collection[str]) -> None:
     if "waiting" in parts:
         handles.append(Line2D([], [], **_WAITING, label="waiting"))
     if handles:
-        fig.legend(
-            handles=handles, loc="outside lower left", ncols=min(len(handles), 5), frameon=False, columnspacing=1.2
-        )
+        num_columns = len(handles) if len(handles) <= 5 else (len(handles) + 1) // 2
+        fig.legend(handles=handles, loc="outside lower left", ncols=num_columns, frameon=False, columnspacing=1.2)
