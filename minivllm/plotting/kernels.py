@@ -57,7 +57,7 @@ def roofline(points: Sequence[RooflinePoint], device: "Device", title: str, subt
     """Operations a second over operations a byte: a slope that is the memory, a ceiling that is the arithmetic.
 
     Args:
-        subtitle: the provenance of the measured points.
+        subtitle: the provenance of the measured points, one line a result file.
     """
     fig, ax = plt.subplots(figsize=(7.0, 4.2))
     flops_per_second, bytes_per_second, balance = device.flops_per_second, device.bytes_per_second, device.balance
@@ -127,6 +127,6 @@ def recorded_speeds(bars: Sequence[SpeedBar], title: str, subtitle: str) -> tupl
 
 
 def _with_subtitle(xlabel: str, subtitle: str) -> str:
-    """The provenance of recorded numbers stands under the axis, in lines that fit the figure."""
-    first, comma, rest = subtitle.partition(", PyTorch")
-    return "\n".join(line for line in (xlabel, first + ("," if comma else ""), comma.lstrip(", ") + rest) if line)
+    """The provenance of recorded numbers stands under the axis, one line a file, each cut in two to fit the figure."""
+    lines = [line.replace(", PyTorch", ",\nPyTorch") for line in subtitle.splitlines()]
+    return "\n".join([xlabel, *lines])
