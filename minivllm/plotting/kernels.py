@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 
 from minivllm.plotting.style import INK, KERNEL_COLOURS, MUTED
 
@@ -111,7 +112,9 @@ def recorded_speeds(bars: Sequence[SpeedBar], title: str, subtitle: str) -> tupl
     fig, ax = plt.subplots(figsize=(7.0, 1.3 + 0.34 * len(bars)))
     for y, bar in enumerate(bars):
         ax.barh(y, bar.share, color=KERNEL_COLOURS[bar.family], height=0.7)
-        ax.text(0.01, y, bar.speed, va="center", size=9, color="white" if bar.family != "paged" else INK, weight="bold")
+        # A halo keeps the words readable on every colour, and where they are longer than their bar.
+        halo = [withStroke(linewidth=2.5, foreground="white")]
+        ax.text(0.01, y, bar.speed, va="center", size=9, color=INK, weight="bold", path_effects=halo)
         if bar.peer_share is not None:
             ax.plot([bar.peer_share] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=2)
         if bar.peer is not None:
