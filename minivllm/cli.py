@@ -57,11 +57,12 @@ def _parser() -> argparse.ArgumentParser:
         "bench", help="measure and write result files", description="Measure and write result files."
     )
     bench_commands = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
-    from minivllm.bench import engine, equality
+    from minivllm.bench import engine, equality, scheduler
 
     engine.add_arguments(bench_commands.add_parser("engine", help="throughput of the whole engine, with peers"))
     _add_kernels(bench_commands.add_parser("kernels", help="the attention kernels at well-known shapes, with peers"))
     equality.add_arguments(bench_commands.add_parser("equality", help="greedy tokens against transformers'"))
+    scheduler.add_arguments(bench_commands.add_parser("scheduler", help="a step's cost before any model runs"))
     return parser
 
 

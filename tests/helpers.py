@@ -1,6 +1,7 @@
 """Requests, a worker without a model, and a loop around the engine: shared by the tests of engine and worker."""
 
 import zlib
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -14,13 +15,19 @@ from minivllm.sampling_params import SamplingParams
 
 
 def make_request(
-    request_id: str, prompt: int | list[int], eos: tuple[int, ...] = (), salt=None, arrival_time=0.0, **params
+    request_id: str,
+    prompt: int | list[int],
+    eos: tuple[int, ...] = (),
+    salt=None,
+    arrival_time=0.0,
+    priority=0,
+    **params,
 ) -> Request:
     """A greedy request for 16 tokens unless told otherwise; a prompt given as a number n is [1, 2, .., n]."""
     prompt = list(range(1, prompt + 1)) if isinstance(prompt, int) else prompt
     params = {"temperature": 0.0, "max_tokens": 16, "seed": 0, **params}
     params = SamplingParams(**params)
-    return Request(request_id, prompt, params, frozenset(eos), cache_salt=salt, arrival_time=arrival_time)
+    return Request(request_id, prompt, params, frozenset(eos), priority, salt, arrival_time)
 
 
 def make_scheduler(
@@ -30,9 +37,10 @@ def make_scheduler(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 64,
     enable_prefix_caching: bool = True,
+    drop_last_hit_block: bool = False,
     **options,
 ) -> Scheduler:
-    manager = KVCacheManager(num_blocks, block_size, max_model_len, enable_prefix_caching)
+    manager = KVCacheManager(num_blocks, block_size, max_model_len, enable_prefix_caching, drop_last_hit_block)
     return Scheduler(manager, max_model_len, max_num_seqs, max_num_batched_tokens, **options)
 
 
@@ -51,7 +59,7 @@ VOCAB_SIZE = 23
 
 def next_token(tokens: list[int]) -> int:
     """What the fake worker says after these tokens."""
-    return zlib.crc32(repr(tokens).encode()) % VOCAB_SIZE
+    return zlib.crc32(array("q", tokens)) % VOCAB_SIZE
 
 
 def output_alone(request: Request, max_model_len: int) -> tuple[list[int], str]:
@@ -76,34 +84,48 @@ class FakeWorker:
 
     Args:
         num_drafts: drafts proposed for each request after each token; `draft(tokens)` names the next one.
+        runs_behind: messages are made before the results of the last ones are known. Drafts are then its own, and
+            positions count every draft as accepted: it corrects them by what it knows itself.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, num_drafts: int = 0, draft: Callable[[list[int]], int] = next_token
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_drafts: int = 0,
+        draft: Callable[[list[int]], int] = next_token,
+        runs_behind: bool = False,
     ) -> None:
         self.block_size = block_size
-        self.num_drafts, self.draft = num_drafts, draft
+        self.num_drafts, self.draft, self.runs_behind = num_drafts, draft, runs_behind
         self.cache: list[int | None] = [None] * (num_blocks * block_size)
         self.tokens: dict[str, list[int]] = {}
         self.tables: dict[str, list[int]] = {}
+        self.proposed: dict[str, list[int]] = {}
         self.messages: list[SchedulerOutput] = []
 
     def execute_model(self, message: SchedulerOutput) -> ModelRunnerOutput:
         self.messages.append(message)
         computed = self._update(message)
-        rows = {}
+        rows = []
         for req_id, count in message.num_scheduled_tokens.items():
-            tokens = self.tokens[req_id] + message.scheduled_spec_decode_tokens.get(req_id, [])
-            end = computed[req_id] + count
+            drafts = message.scheduled_spec_decode_tokens.get(req_id, [])
+            first, known = computed[req_id], self.tokens[req_id]
+            if self.runs_behind:
+                assert set(drafts) <= {-1}, "a draft that the host cannot know"
+                first = min(first, len(known) - 1)
+                drafts = self.proposed[req_id][: len(drafts)] if drafts else []
+            assert -1 not in drafts, f"{req_id}: a placeholder reaches the model"
+            tokens, end = known + drafts, first + count
             assert end <= len(tokens), f"{req_id} is to compute tokens that do not exist"
-            for position in range(computed[req_id], end):
-                self.cache[self._slot(req_id, position)] = _digest(tokens[: position + 1])
-            rows[req_id] = tokens, end
+            digests, slots = _digests(tokens[:end]), self._slots(req_id, end)
+            for position in range(first, end):
+                self.cache[slots[position]] = digests[position]
+            rows.append((req_id, tokens, end, digests, slots))
         output = ModelRunnerOutput()
-        for req_id, (tokens, end) in rows.items():
-            for position in range(end):
-                found = self.cache[self._slot(req_id, position)]
-                assert found == _digest(tokens[: position + 1]), f"{req_id}: slot of token {position} holds other K, V"
+        for req_id, tokens, end, digests, slots in rows:
+            for position, (slot, digest) in enumerate(zip(slots, digests, strict=True)):
+                assert self.cache[slot] == digest, f"{req_id}: slot of token {position} holds other K, V"
             self._emit(req_id, tokens, end, output)
         return output
 
@@ -112,8 +134,8 @@ class FakeWorker:
 
     def _update(self, message: SchedulerOutput) -> dict[str, int]:
         for req_id in message.finished_req_ids:
-            self.tokens.pop(req_id, None)
-            self.tables.pop(req_id, None)
+            for mine in (self.tokens, self.tables, self.proposed):
+                mine.pop(req_id, None)
         for req_id in message.preempted_req_ids:
             del self.tables[req_id]
         computed = {}
@@ -145,14 +167,22 @@ class FakeWorker:
         drafts: list[int] = []
         for _ in range(self.num_drafts):
             drafts.append(self.draft(known + drafts))
-        output.draft_token_ids[req_id] = drafts
+        if self.num_drafts:
+            self.proposed[req_id] = output.draft_token_ids[req_id] = drafts
 
-    def _slot(self, req_id: str, position: int) -> int:
-        return self.tables[req_id][position // self.block_size] * self.block_size + position % self.block_size
+    def _slots(self, req_id: str, count: int) -> list[int]:
+        """Slots of a request's first `count` tokens."""
+        size, table = self.block_size, self.tables[req_id]
+        return [table[position // size] * size + position % size for position in range(count)]
 
 
-def _digest(tokens: list[int]) -> int:
-    return zlib.crc32(bytes(token % 256 for token in tokens))
+def _digests(tokens: list[int]) -> list[int]:
+    """For each position, a digest of all tokens up to it."""
+    digests, digest = [], 0
+    for token in tokens:
+        digest = zlib.crc32(token.to_bytes(4, "little"), digest)
+        digests.append(digest)
+    return digests
 
 
 @dataclass

@@ -4,27 +4,17 @@ import pytest
 from helpers import (
     VOCAB_SIZE,
     FakeWorker,
-    Finished,
     fake_engine,
     make_request,
     next_token,
     output_alone,
     run_to_end,
-    step_checked,
 )
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from scheduler_histories import MAX_MODEL_LEN, sometimes_right
 
 from minivllm.engine.request import RequestStatus
-
-MAX_MODEL_LEN = 24
-
-
-def sometimes_right(tokens):
-    """A drafter that is right two times out of three."""
-    return next_token(tokens) if sum(tokens) % 3 else (next_token(tokens) + 1) % VOCAB_SIZE
-
 
 prompts = st.lists(st.integers(1, 2), min_size=1, max_size=MAX_MODEL_LEN - 1)
 params = st.fixed_dictionaries(
@@ -35,6 +25,7 @@ params = st.fixed_dictionaries(
         "stop_token_ids": st.sampled_from([[], [7, 8]]),
         "ignore_eos": st.booleans(),
         "salt": st.sampled_from([None, None, "salt"]),
+        "priority": st.integers(0, 1),
     }
 )
 
@@ -52,74 +43,8 @@ def engine_settings(draw):
         "long_prefill_token_threshold": draw(st.sampled_from([0, 1, 3])),
         "enable_prefix_caching": draw(st.booleans()),
         "num_drafts": draw(st.integers(0, 3)),
+        "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
     }
-
-
-class EngineHistory(RuleBasedStateMachine):
-    """Requests come, are stepped, and are aborted in any order; ids are used again."""
-
-    @initialize(options=engine_settings())
-    def start(self, options):
-        self.core = fake_engine(max_model_len=MAX_MODEL_LEN, draft=sometimes_right, **options)
-        self.results: dict[str, Finished] = {}
-        self.live = {}
-
-    @rule(name=st.sampled_from("abcdefg"), prompt=prompts, params=params)
-    def add(self, name, prompt, params):
-        if name in self.live:
-            with pytest.raises(ValueError, match="in use"):
-                self.core.add_request(make_request(name, prompt))
-            return
-        self.results.pop(name, None)
-        self.live[name] = make_request(name, prompt, **params)
-        self.core.add_request(self.live[name])
-
-    @precondition(lambda self: self.live)
-    @rule(which=st.integers(0, 6))
-    def abort(self, which):
-        name = list(self.live)[which % len(self.live)]
-        request = self.live.pop(name)
-        self.core.abort_requests([name, "nobody"])
-        alone, _ = output_alone(request, MAX_MODEL_LEN)
-        got = self.results.pop(name, Finished()).token_ids
-        assert got == alone[: len(got)]
-
-    @rule(count=st.integers(1, 6))
-    def step(self, count):
-        for _ in range(count):
-            step_checked(self.core, self.results)
-            message = self.core.worker.messages[-1]
-            assert message.total_num_scheduled_tokens <= self.core.scheduler.max_num_batched_tokens
-            assert all(tokens > 0 for tokens in message.num_scheduled_tokens.values())
-            for name in [name for name in self.live if self.live[name].status.is_finished]:
-                self.check_finished(self.live.pop(name))
-
-    def check_finished(self, request):
-        alone = output_alone(request, MAX_MODEL_LEN)
-        result = self.results[request.request_id]
-        assert (result.token_ids, result.finish_reason) == alone
-
-    @invariant()
-    def every_request_is_accounted_for(self):
-        if hasattr(self, "core"):
-            assert self.core.scheduler.requests == self.live
-            assert all(not request.status.is_finished for request in self.live.values())
-
-    def teardown(self):
-        if not hasattr(self, "core"):
-            return
-        # A lone request computes at least one token a step, and the first one is never preempted: this many steps
-        # are enough for everyone in turn, with all that preemption throws away.
-        for _ in range(2 * MAX_MODEL_LEN * len(self.live)):
-            self.step(1)
-        assert not self.core.has_unfinished_requests(), "livelock"
-        self.core.step()
-        assert self.core.scheduler.kv_cache_manager.usage == 0.0
-        assert self.core.worker.tokens == {} and self.core.worker.tables == {}, "the worker was not told of an end"
-
-
-TestEngineHistories = EngineHistory.TestCase
-TestEngineHistories.settings = settings(stateful_step_count=30)
 
 
 @given(options=engine_settings(), prompts=st.lists(prompts, min_size=1, max_size=6), params=params)

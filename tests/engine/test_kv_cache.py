@@ -1,7 +1,7 @@
 """Block by block: who holds what, who is evicted first, and what a prefix lookup finds."""
 
 import pytest
-from helpers import make_request
+from helpers import make_request, make_scheduler, run_step
 
 from minivllm.engine.block_pool import BlockPool, FreeBlockQueue, KVCacheBlock
 from minivllm.engine.kv_cache import BlockTable, KVCacheManager
@@ -310,6 +310,154 @@ class TestPrefixLookup:
         assert list(kv.block_pool.blocks_of_hash[block_hash]) == [1]
         assert [b.block_id for b in kv.find_computed_blocks(make_request("d", 5))] == [1]
         kv.check_invariants()
+
+
+class TestLookahead:
+    @pytest.mark.parametrize(("num_lookahead", "num_blocks"), [(0, 1), (1, 2), (4, 2), (5, 3)])
+    def test_slots_for_what_a_proposer_caches_are_there_before_it_runs(self, num_lookahead, num_blocks):
+        kv = manager()
+        request = make_request("a", 4)
+        assert len(kv.allocate(request, 4, num_lookahead_tokens=num_lookahead)) == num_blocks
+        kv.check_invariants()
+
+    def test_slots_allocated_ahead_are_used_before_new_ones(self):
+        kv = manager()
+        request = make_request("a", 4)
+        added = [kv.allocate(request, 4, num_lookahead_tokens=2)]
+        for count in range(3):
+            request.num_computed_tokens = 4 + count
+            request.append_output_token(9, 32)
+            added.append(kv.allocate(request, 1, num_lookahead_tokens=2))
+        assert added == [[0, 1], [], [], [2]]
+
+    def test_blocks_ahead_have_no_names(self):
+        kv = manager()
+        kv.allocate(make_request("a", 8), 8, num_lookahead_tokens=8)
+        assert [block.block_hash is not None for block in kv.block_pool.blocks[:4]] == [True, True, False, False]
+
+    def test_slots_ahead_may_be_what_does_not_fit(self):
+        kv = manager(num_blocks=2, max_model_len=16)
+        assert kv.allocate(make_request("a", 8), 8, num_lookahead_tokens=1) is None
+        assert kv.allocate(make_request("a", 8), 8) == [0, 1]
+
+
+class TestDropLastHitBlock:
+    """An MTP layer's last slot of a block depends on a token that is not in the block's name."""
+
+    @pytest.mark.parametrize(
+        ("num_tokens", "plain", "with_mtp"), [(4, 0, 0), (5, 4, 0), (8, 4, 0), (9, 8, 4), (13, 12, 8)]
+    )
+    def test_one_more_block_is_computed_anew(self, num_tokens, plain, with_mtp):
+        for drop, num_hit_tokens in ((False, plain), (True, with_mtp)):
+            kv = KVCacheManager(8, 4, 32, drop_last_hit_block=drop)
+            kv.free(hold(kv, "a", num_tokens))
+            assert len(kv.find_computed_blocks(make_request("b", num_tokens))) * 4 == num_hit_tokens
+
+
+class TestForgetLastNames:
+    def test_names_of_the_last_allocation_go_and_older_ones_stay(self):
+        kv = manager()
+        request = make_request("a", 13)
+        kv.allocate(request, 5)
+        request.num_computed_tokens = 5
+        before = snapshot(kv)[2:]
+        kv.allocate(request, 8)
+        assert len(kv.find_computed_blocks(make_request("b", 13))) == 3
+        kv.forget_last_names(request)
+        assert len(kv.find_computed_blocks(make_request("b", 13))) == 1
+        assert snapshot(kv)[2] == before[0]
+        kv.check_invariants()
+        kv.free(request)
+        kv.check_invariants()
+
+    def test_an_allocation_that_named_nothing_takes_no_name_back(self):
+        kv = manager()
+        request = make_request("a", 9)
+        for count in (8, 1):
+            kv.allocate(request, count)
+            request.num_computed_tokens += count
+        kv.forget_last_names(request)
+        assert len(kv.find_computed_blocks(make_request("b", 9))) == 2
+
+    def test_another_block_of_the_same_name_keeps_it(self):
+        kv = manager()
+        first, second = make_request("a", 4), make_request("b", 4)
+        kv.allocate(first, 4)
+        kv.allocate(second, 4)
+        kv.forget_last_names(second)
+        assert [block.block_id for block in kv.find_computed_blocks(make_request("c", 5))] == [0]
+        kv.check_invariants()
+
+
+class TestHitsThatWereEvicted:
+    def test_a_hit_that_was_evicted_since_the_lookup_is_refused_and_nothing_changes(self):
+        kv = manager(num_blocks=3, max_model_len=12)
+        kv.free(hold(kv, "a", 9))
+        request = make_request("b", 9)
+        hits = kv.find_computed_blocks(request)
+        kv.free(hold(kv, "c", [7] * 5))  # takes the unnamed block and the second hit
+        before = snapshot(kv)
+        with pytest.raises(
+            ValueError, match=f"block {hits[1].block_id} was evicted since it was looked up: look again"
+        ):
+            kv.allocate(request, 1, hits)
+        assert snapshot(kv) == before
+        assert kv.find_computed_blocks(request) == hits[:1]
+        assert kv.allocate(request, 5, hits[:1]) is not None
+        kv.check_invariants()
+
+
+class TestResetPrefixCache:
+    def test_all_names_are_forgotten_and_no_block_is_lost(self):
+        kv = manager()
+        kv.free(hold(kv, "a", 20))
+        assert kv.reset_prefix_cache() is True
+        assert kv.block_pool.blocks_of_hash == {} and kv.find_computed_blocks(make_request("b", 20)) == []
+        kv.check_invariants()
+        assert len(kv.allocate(make_request("c", 32), 32)) == 8
+
+    def test_it_is_refused_while_a_request_holds_blocks(self):
+        kv = manager()
+        request = hold(kv, "a", 9)
+        before = snapshot(kv)
+        assert kv.reset_prefix_cache() is False and snapshot(kv) == before
+        kv.free(request)
+        assert kv.reset_prefix_cache() is True
+
+
+class TestStatistics:
+    def lookups(self, *requests, **options):
+        """Statistics after each request has been admitted and has ended."""
+        scheduler = make_scheduler(**options)
+        for request in requests:
+            scheduler.add_request(request)
+            run_step(scheduler, {request.request_id: [1]})
+            scheduler.abort([request.request_id])
+        return scheduler.kv_cache_manager.prefix_cache_stats
+
+    def test_tokens_looked_up_and_found_are_counted(self):
+        stats = self.lookups(make_request("a", 9), make_request("b", 9), make_request("c", 11))
+        assert (stats.requests, stats.queries, stats.hits) == (3, 29, 16)
+        assert stats.hit_rate == 16 / 29
+        stats.reset()
+        assert (stats.requests, stats.queries, stats.hits, stats.hit_rate) == (0, 0, 0, 0.0)
+
+    def test_who_does_not_look_up_does_not_count(self):
+        assert self.lookups(make_request("a", 9, prompt_logprobs=0)).requests == 0
+        assert self.lookups(make_request("a", 9), enable_prefix_caching=False).requests == 0
+
+    def test_a_request_counts_once_however_often_it_tries_and_comes_back(self):
+        scheduler = make_scheduler(num_blocks=4, max_model_len=16)
+        first, second = make_request("a", 8), make_request("b", [9] * 12)
+        for request in (first, second):
+            scheduler.add_request(request)
+        for _ in range(3):  # b does not fit beside a
+            run_step(scheduler, {"a": [1]})
+        scheduler.preempt(first)
+        run_step(scheduler, {"a": [1]})
+        stats = scheduler.kv_cache_manager.prefix_cache_stats
+        assert first.num_preemptions == 1 and first.status.value == "running"
+        assert (stats.requests, stats.queries, stats.hits) == (1, 8, 0)
 
 
 def broken_ref_count(kv):
