@@ -219,13 +219,18 @@ class SchedulerHistory(RuleBasedStateMachine):
     def could_run(self, request: Request) -> bool:
         """Whether the request has tokens to compute and no end that is certain already."""
         num_new = self.scheduler.num_new_tokens(request, request.num_computed_tokens, MAX_MODEL_LEN)
-        num_certain = request.num_output_tokens
-        if self.scheduler.async_scheduling and request.num_output_placeholders:
-            num_certain += sum(
-                requests.get(request.request_id) is request and request.request_id in output.sampled_token_ids
-                for _, output, requests in self.in_flight
-            )
-        return num_new > 0 and num_certain < request.sampling_params.max_tokens
+        return num_new > 0 and not self.is_sure_to_end(request)
+
+    def is_sure_to_end(self, request: Request) -> bool:
+        """Whether steps ahead of the host bring the last token that the request may have, whatever it is."""
+        return self.fewest_tokens(request) >= request.sampling_params.max_tokens
+
+    def fewest_tokens(self, request: Request) -> int:
+        """Outputs that a request has, and one from each step on its way that samples for it."""
+        name = request.request_id
+        return request.num_output_tokens + sum(
+            requests.get(name) is request and name in output.sampled_token_ids for _, output, requests in self.in_flight
+        )
 
     def check_message(self, message: SchedulerOutput, drafted: dict[str, list[int]]) -> None:
         scheduler, scheduled = self.scheduler, message.num_scheduled_tokens
@@ -269,6 +274,8 @@ class SchedulerHistory(RuleBasedStateMachine):
         assert {*scheduler.running, *scheduler.waiting} == set(self.live.values())
         assert len(scheduler.running) + len(scheduler.waiting) == len(self.live)
         assert len(scheduler.running) <= scheduler.max_num_seqs
+        for request in self.live.values():
+            assert self.fewest_tokens(request) <= request.sampling_params.max_tokens, "computed for nobody"
         for request in scheduler.running:
             assert request.status is RequestStatus.RUNNING and self.manager.holds(request)
             most = self.most_tokens_on_the_way(request)

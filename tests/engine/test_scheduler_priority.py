@@ -114,15 +114,21 @@ class TestAVictimThatTheStepAlreadyHad:
         assert output.preempted_req_ids == {"d"}
         assert list(output.num_scheduled_tokens) == ["a", "b", "c"]
 
-    def test_a_block_that_it_was_to_fill_is_found_by_nobody(self):
-        scheduler, (a, _, _) = running((7, 9), (4, 0), (2, 1), num_blocks=5)
+    def test_blocks_that_it_was_to_fill_are_found_by_nobody(self):
+        scheduler = make_scheduler(
+            num_blocks=4, max_model_len=16, scheduling_policy="priority", long_prefill_token_threshold=4
+        )
         manager = scheduler.kv_cache_manager
-        manager.allocate(make_request("hog", [5]), 1)
-        block_ids = manager.block_ids(a)
-        scheduler.schedule()  # would have computed token 8 of a, and with it filled its second block
-        assert a.num_preemptions == 1
-        again = make_request("again", [*a.all_token_ids, 0])
-        assert [block.block_id for block in manager.find_computed_blocks(again)] == block_ids[:1]
+        a, b = make_request("a", [1] * 13), make_request("b", [2] * 4)
+        for request in (a, b):
+            scheduler.add_request(request)
+        run_step(scheduler, {"b": [90]})
+        (computed,) = manager.block_ids(a)
+        a.priority, scheduler.long_prefill_token_threshold = 9, 8
+        # a is given two blocks and they are named; b takes one of them, and the other one keeps what it held.
+        assert scheduler.schedule().num_scheduled_tokens == {"b": 1} and a.num_preemptions == 1
+        again = make_request("again", [1] * 13)
+        assert [block.block_id for block in manager.find_computed_blocks(again)] == [computed]
         manager.check_invariants()
 
     def test_it_is_back_with_the_right_tokens_and_gets_what_it_would_have_got(self):
