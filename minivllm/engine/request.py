@@ -11,8 +11,14 @@ cache, and how many tokens it has:
 A fresh prompt has computed = 0; a decode has computed = num_tokens - 1; a preempted request has computed = 0 again
 and recomputes prompt and outputs alike.
 
-Where the scheduler runs a step ahead of the worker, a request also has *placeholders*: tokens that steps on their way
-will bring, counted as if every draft were accepted. They stand between num_tokens and the drafts, and are computed.
+Where the scheduler runs ahead of the worker, *placeholders* stand for the tokens that steps on their way will bring, as
+if every draft were accepted:
+
+```
+    0       num_tokens       + placeholders       + drafts
+    |--- known ---|--- on their way ---|--- to verify ---|
+    |------------ computed ----------|
+```
 """
 
 import enum

@@ -148,7 +148,7 @@ class Scheduler:
         while plan.cursor < len(self.running) and plan.budget > 0:
             request = self.running[plan.cursor]
             num_new = self.num_new_tokens(request, request.num_computed_tokens, plan.budget)
-            # With a step in flight, nothing may be left to compute, and several accepted drafts may be taken back.
+            # n <= 0: everything is on its way in an earlier step (less than nothing, while it verifies drafts).
             if num_new > 0 and not self._must_wait(plan, request, max_decodes):
                 new_block_ids = self._allocate_or_preempt(plan, request, num_new)
                 if new_block_ids is None:

@@ -239,7 +239,9 @@ class SchedulerHistory(RuleBasedStateMachine):
         assert sorted(named) == sorted(scheduled) and len(set(named)) == len(named)
         assert message.total_num_scheduled_tokens <= scheduler.max_num_batched_tokens
         assert all(count > 0 for count in scheduled.values())
-        assert all(scheduler.requests[name].status is RequestStatus.RUNNING for name in scheduled)
+        for name in scheduled:
+            request = scheduler.requests[name]
+            assert request.status is RequestStatus.RUNNING and not self.is_sure_to_end(request)
         assert set(message.scheduled_spec_decode_tokens) <= set(scheduled)
         for name, drafts in message.scheduled_spec_decode_tokens.items():
             assert drafts and drafts == drafted[name][: len(drafts)], f"{name}: stale drafts"
@@ -274,8 +276,6 @@ class SchedulerHistory(RuleBasedStateMachine):
         assert {*scheduler.running, *scheduler.waiting} == set(self.live.values())
         assert len(scheduler.running) + len(scheduler.waiting) == len(self.live)
         assert len(scheduler.running) <= scheduler.max_num_seqs
-        for request in self.live.values():
-            assert self.fewest_tokens(request) <= request.sampling_params.max_tokens, "computed for nobody"
         for request in scheduler.running:
             assert request.status is RequestStatus.RUNNING and self.manager.holds(request)
             most = self.most_tokens_on_the_way(request)
