@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 
 from minivllm.engine.messages import ModelRunnerOutput, SchedulerOutput
 from minivllm.engine.request import Request, RequestStatus
+from minivllm.engine.request_queue import urgency
 
 MAX_MODEL_LEN = 24
 COUNTS: Counter[str] = Counter()
@@ -171,6 +172,7 @@ class SchedulerHistory(RuleBasedStateMachine):
         assert num_decodes <= fits_decodes
         self.check_nobody_starves(before, scheduled, fits_decodes, has_victims=bool(victims))
         assert not victims or not message.scheduled_new_reqs, "somebody was admitted in a step that preempts"
+        self.check_victims([request for request, _, _ in before], victims)
         COUNTS["victims"] += len(victims)
         COUNTS["preempted in flight"] += sum(self.steps_of(request) > 0 for request in victims)
         output = self.worker.execute_model(message)
@@ -250,6 +252,12 @@ class SchedulerHistory(RuleBasedStateMachine):
             assert self.steps_of(request) == 0, f"{name} is admitted while tokens of it are on their way"
             COUNTS["resumed"] += name in cached.resumed_req_ids
         COUNTS["prefix hits"] += sum(new.num_computed_tokens > 0 for new in message.scheduled_new_reqs)
+
+    def check_victims(self, before: list[Request], victims: list[Request]) -> None:
+        """Who gave way is worse than all who still run: less urgent, or admitted later."""
+        if self.scheduler.scheduling_policy == "priority":
+            before = sorted(before, key=urgency)
+        assert set(before[len(before) - len(victims) :]) == set(victims)
 
     def check_nobody_starves(self, before, scheduled, fits_decodes, has_victims) -> None:
         """Who runs gets on whenever those before it leave something of the budget."""

@@ -166,16 +166,15 @@ class TestIdsUsedAgain:
         returns(scheduler, current, sampled_token_ids={"a": [8]})
         assert new.output_token_ids == [8] and new.num_computed_tokens == 2
 
-    def test_the_new_one_need_not_wait_for_steps_of_the_old_one(self):
-        scheduler = make_scheduler()
-        started(scheduler, make_request("a", 4))
+    def test_steps_of_the_old_one_do_not_count_for_the_new_one(self):
+        scheduler = make_scheduler(async_scheduling=True)
+        scheduler.add_request(make_request("a", 4))
         scheduler.schedule()
         scheduler.abort(["a"])
-        new = make_request("a", [9, 9])
-        scheduler.add_request(new)
-        scheduler.schedule()
-        scheduler.abort(["a"])
-        assert new.status is RequestStatus.FINISHED_ABORTED and scheduler.kv_cache_manager.usage == 0.0
+        scheduler.add_request(make_request("a", [9, 9], max_tokens=2))
+        assert scheduler.schedule().num_scheduled_tokens == {"a": 2}
+        assert scheduler.schedule().num_scheduled_tokens == {"a": 1}, "its second token is not on the way yet"
+        assert scheduler.schedule().num_scheduled_tokens == {}
 
     def test_a_request_preempted_and_then_aborted_is_reported_as_finished_only(self):
         scheduler = make_scheduler()

@@ -101,6 +101,11 @@ class TestAVictimThatTheStepAlreadyHad:
         # a takes 2 tokens. Of 3, the one that is left would serve b alone; of 2, nobody comes to need a block.
         assert scheduler.schedule().num_scheduled_tokens == scheduled
 
+    def test_its_place_among_the_decodes_comes_back(self):
+        scheduler, _ = running((6, 9), (4, 0), (2, 1), (1, 1), num_blocks=5, pipeline_parallel_size=2)
+        output = scheduler.schedule()  # two of four decodes: a and b at first
+        assert output.preempted_req_ids == {"a"} and output.num_scheduled_tokens == {"b": 1, "c": 1}
+
     def test_nobody_is_skipped_or_served_twice_when_the_cursor_moves_back(self):
         scheduler, _ = running((6, 9), (1, 0), (4, 0), (2, 0), num_blocks=5)
         output = scheduler.schedule()  # c opens a block; a and b stand before it
