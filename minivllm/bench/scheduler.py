@@ -1,7 +1,7 @@
 """`python -m minivllm bench scheduler`: what a step costs before any model runs, and whether the scheduler holds.
 
     python -m minivllm bench scheduler                                  256 decodes at a short and a long context
-    python -m minivllm bench scheduler --histories 20000 --json OUT     and so many random histories, from the tests
+    python -m minivllm bench scheduler --histories 20000 --json OUT     so many random histories instead
 
 The scheduler is pure Python and runs between any two steps of the model, so its time is lost to the device. It must
 not grow with the length of the requests: `schedule` and `update_from_output` touch only what a step changes.
@@ -38,7 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=int, default=20, metavar="N", help="untimed steps (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=400, metavar="N", help="timed steps (default: %(default)s)")
     parser.add_argument(
-        "--histories", type=int, default=0, metavar="N", help="random histories to run (needs the repository's tests)"
+        "--histories",
+        type=int,
+        default=0,
+        metavar="N",
+        help="run random histories instead (needs the repository's tests)",
     )
     parser.add_argument("--json", metavar="OUT", help="write a result file")
 
@@ -48,20 +52,22 @@ def run(arguments: argparse.Namespace) -> int:
     for option, lowest in (("num_requests", 1), ("warmup", 0), ("repeats", 1), ("histories", 0)):
         if getattr(arguments, option) < lowest:
             raise ValueError(f"--{option.replace('_', '-')} must be at least {lowest}")
-    measurements = measure_cost(arguments.num_requests, arguments.warmup, arguments.repeats)
-    ratio = measurements[-1].median / measurements[0].median
-    for m in measurements:
-        print(f"{m.name}: {m.median:.3f} ms a step ({m.lower_quartile:.3f} to {m.upper_quartile:.3f})")
-    print(f"context {CONTEXTS[-1]} / context {CONTEXTS[0]}: {ratio:.3f}x")
     if arguments.histories:
-        measurements.append(measure_histories(arguments.histories))
-        print(f"{measurements[-1].extra}")
+        name, measurements = "scheduler_histories", [measure_histories(arguments.histories)]
+        extra: dict[str, Any] = {}
+        print("\n".join(f"{count:>9}  {what}" for what, count in measurements[0].extra.items()))
+    else:
+        name, measurements = "scheduler_cost", measure_cost(arguments.num_requests, arguments.warmup, arguments.repeats)
+        extra = {"ratio": measurements[-1].median / measurements[0].median}
+        for m in measurements:
+            print(f"{m.name}: {m.median:.3f} ms a step ({m.lower_quartile:.3f} to {m.upper_quartile:.3f})")
+        print(f"context {CONTEXTS[-1]} / context {CONTEXTS[0]}: {extra['ratio']:.3f}x")
     if arguments.json:
         from minivllm.bench.result_file import ResultFile
 
         engine = Path(__file__).resolve().parents[1] / "engine"
-        sources = [engine / f"{name}.py" for name in MEASURED]
-        result = ResultFile.record("scheduler", "cpu", measurements, sources, extra={"ratio": ratio})
+        sources = [engine / f"{module}.py" for module in MEASURED]
+        result = ResultFile.record(name, "cpu", measurements, sources, extra)
         result.save(arguments.json)
         print(f"wrote {arguments.json}: {result.subtitle()}", file=sys.stderr)
     return 0

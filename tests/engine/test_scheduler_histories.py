@@ -1,6 +1,8 @@
-"""Two thousand random histories of the scheduler, and the edges that they must have met."""
+"""Two thousand random histories of the scheduler, and the edges that they must have met; and what was recorded once."""
 
-from scheduler_histories import run_histories
+from scheduler_histories import NUM_RULES, run_histories
+
+from minivllm.bench.result_file import RESULTS, load
 
 EDGES = [
     "aborted in flight",
@@ -20,3 +22,17 @@ def test_two_thousand_histories_keep_every_promise_and_meet_every_edge():
     counts = run_histories(2_000)
     assert counts["histories"] >= 2_000
     assert {edge: counts[edge] for edge in EDGES if counts[edge] < 20} == {}
+
+
+def test_the_recorded_run_of_twenty_thousand_histories_is_whole():
+    measured = load(RESULTS / "scheduler_histories.json").measurement("histories")
+    assert measured.shapes == {"histories": 20_000, "rules": NUM_RULES}
+    assert measured.extra["histories"] >= 20_000
+    assert {edge: measured.extra[edge] for edge in EDGES if measured.extra[edge] < 200} == {}
+
+
+def test_the_recorded_cost_of_a_step_hardly_depends_on_the_context():
+    result = load(RESULTS / "scheduler_cost.json")
+    short, long = (result.measurement(f"256 decodes at context {context}") for context in (64, 4096))
+    assert short.unit == long.unit == "ms" and short.repeats >= 100
+    assert result.extra["ratio"] == long.median / short.median <= 1.2
