@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from minivllm.exercises.checking import Case, Exercise, plural
-from minivllm.exercises.tensors import LazyCases
+from minivllm.exercises.tensors import LazyCases, not_a_tensor, numbers, wrong_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,23 +21,6 @@ if TYPE_CHECKING:
 NAN = float("nan")
 INF = float("inf")
 INT32_MAX = 2**31 - 1
-
-
-def not_a_tensor(got: Any, name: str = "the answer") -> str | None:
-    import torch
-
-    return None if isinstance(got, torch.Tensor) else f"{name} is a {type(got).__name__}, not a torch tensor"
-
-
-def wrong_shape(expected: "Tensor", got: "Tensor", meaning: str, name: str = "the answer") -> str | None:
-    if got.shape == expected.shape:
-        return None
-    return f"{name} has the shape {list(got.shape)}, not {meaning} = {list(expected.shape)}"
-
-
-def numbers(values: "Tensor") -> str:
-    """A row as text: whole numbers without a point."""
-    return "[" + ", ".join(f"{value:.4g}" for value in values.flatten().tolist()) + "]"
 
 
 def show_rows(tensor: "Tensor") -> str:

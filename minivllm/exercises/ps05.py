@@ -12,29 +12,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from minivllm.exercises.checking import Case, Exercise
-from minivllm.exercises.tensors import LazyCases, first_difference
+from minivllm.exercises.tensors import LazyCases, first_difference, judge_tensor, numbers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 GROUP = 128
-
-
-def judge_tensor(expected: "Tensor", got: Any, meaning: str) -> str | None:
-    """Whether the answer is a float tensor of the right shape."""
-    import torch
-
-    if not isinstance(got, torch.Tensor):
-        return f"the answer is a {type(got).__name__}, not a torch tensor"
-    if got.shape != expected.shape:
-        return f"the answer has the shape {list(got.shape)}, not {meaning} = {list(expected.shape)}"
-    if not got.is_floating_point():
-        return f"the answer has the dtype {got.dtype}; it must be a float"
-    return None
-
-
-def numbers(values: "Tensor") -> str:
-    return "[" + ", ".join(f"{value:.4g}" for value in values.flatten().tolist()) + "]"
 
 
 def show_rows(tensor: "Tensor") -> str:

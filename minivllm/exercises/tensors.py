@@ -27,6 +27,33 @@ class LazyCases(Sequence[Case]):
         return len(self._cases)
 
 
+def not_a_tensor(got: Any, name: str = "the answer") -> str | None:
+    """What the answer is instead of a torch tensor; None if it is one."""
+    import torch
+
+    return None if isinstance(got, torch.Tensor) else f"{name} is a {type(got).__name__}, not a torch tensor"
+
+
+def wrong_shape(expected: "Tensor", got: "Tensor", meaning: str, name: str = "the answer") -> str | None:
+    """The two shapes, the right one with its meaning such as "[H, D]"; None if they are the same."""
+    if got.shape == expected.shape:
+        return None
+    return f"{name} has the shape {list(got.shape)}, not {meaning} = {list(expected.shape)}"
+
+
+def judge_tensor(expected: "Tensor", got: Any, meaning: str) -> str | None:
+    """Whether the answer is a float tensor of the right shape; else what it is instead."""
+    why = not_a_tensor(got) or wrong_shape(expected, got, meaning)
+    if why is None and not got.is_floating_point():
+        return f"the answer has the dtype {got.dtype}; it must be a float"
+    return why
+
+
+def numbers(values: "Tensor") -> str:
+    """A row as text: whole numbers without a point."""
+    return "[" + ", ".join(f"{value:.4g}" for value in values.flatten().tolist()) + "]"
+
+
 def judge_parts(names: Sequence[str], expected: Sequence["Tensor"], got: Any) -> str | None:
     """Whether the answer is a tuple of as many float tensors, each of the right shape; else what it is instead."""
     import torch
