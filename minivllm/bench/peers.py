@@ -19,9 +19,12 @@ import importlib.util
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from minivllm.bench.workloads import Workload
+
+if TYPE_CHECKING:
+    from minivllm.sampling_params import SamplingParams
 
 TRANSFORMERS_CACHES = ("dynamic", "static")
 
@@ -100,12 +103,7 @@ class MinivllmEngine:
         self._counter = self.llm.engine.worker = _RowCounter(self.llm.engine.worker)
 
     def run(self, workload: Workload) -> Run:
-        from minivllm.sampling_params import SamplingParams
-
-        params = [
-            SamplingParams(temperature=workload.temperature, ignore_eos=True, max_tokens=length)
-            for length in workload.output_lens
-        ]
+        params = sampling_params(workload)
         self._counter.num_rows = 0
         start = time.perf_counter()
         outputs = self.llm.generate(workload.prompts, params, use_tqdm=False)
@@ -114,6 +112,16 @@ class MinivllmEngine:
         if refused:
             raise ValueError(f"minivllm refused a request of the workload: {refused}")
         return Run(seconds, self._counter.num_rows, [output.outputs[0].token_ids for output in outputs])
+
+
+def sampling_params(workload: Workload) -> "list[SamplingParams]":
+    """What each request of a workload asks of minivllm: its own number of tokens, whatever they are."""
+    from minivllm.sampling_params import SamplingParams
+
+    return [
+        SamplingParams(temperature=workload.temperature, ignore_eos=True, max_tokens=length)
+        for length in workload.output_lens
+    ]
 
 
 class _RowCounter:

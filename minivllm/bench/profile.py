@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from minivllm.bench.peers import sampling_params
 from minivllm.bench.workloads import Workload
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def _host(llm: "LLM", workload: Workload) -> dict[str, float]:
         setattr(owner, attribute, _timed(originals[name], spent[name]))
     try:
         start = time.perf_counter()
-        _run(llm, workload)
+        llm.generate(workload.prompts, sampling_params(workload), use_tqdm=False)
         total = time.perf_counter() - start
     finally:
         for name, (owner, attribute) in boxes.items():
@@ -97,7 +98,7 @@ def _device(llm: "LLM", workload: Workload) -> dict[str, Any] | None:
 
     llm.engine.step = watched
     try:
-        _run(llm, workload)
+        llm.generate(workload.prompts, sampling_params(workload), use_tqdm=False)
     finally:
         llm.engine.step = step
     num_steps = min(_NUM_PROFILED_STEPS, len(steps) - first)
@@ -115,13 +116,3 @@ def _device(llm: "LLM", workload: Workload) -> dict[str, Any] | None:
             for event in kernels[:_NUM_KERNELS]
         ],
     }
-
-
-def _run(llm: "LLM", workload: Workload) -> None:
-    from minivllm.sampling_params import SamplingParams
-
-    params = [
-        SamplingParams(temperature=workload.temperature, ignore_eos=True, max_tokens=length)
-        for length in workload.output_lens
-    ]
-    llm.generate(workload.prompts, params, use_tqdm=False)
