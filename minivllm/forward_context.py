@@ -9,23 +9,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
     from minivllm.attention.backend import AttentionBackend
-    from minivllm.attention.metadata import AttentionMetadata
+    from minivllm.attention.metadata import AttentionMetadata, KVCache
 
 
 @dataclass
 class ForwardContext:
     """One forward pass.
 
-    `kv_caches` maps an attention layer's name to its cache [2, num_blocks, block_size, num_kv_heads, head_dim].
+    `kv_caches` maps an attention layer's name to its caches of K and V, [num_blocks, block_size, num_kv_heads,
+    head_dim] each.
     """
 
     attention_metadata: "AttentionMetadata"
     attention_backend: "AttentionBackend"
-    kv_caches: dict[str, torch.Tensor] = field(default_factory=dict)
+    kv_caches: "dict[str, KVCache]" = field(default_factory=dict)
 
 
 _current: ForwardContext | None = None

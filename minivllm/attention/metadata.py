@@ -11,8 +11,12 @@ Both parts are described alike (`PagedRows`), so that a kernel written for one c
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+
+KVCache = tuple[torch.Tensor, torch.Tensor] | torch.Tensor
+"""K and V of one layer, [num_blocks, block_size, Hkv, D] each: a pair, or one tensor [2, ...]."""
 
 
 @dataclass
@@ -36,6 +40,8 @@ class PagedRows:
     query_lens: list[int]
     """[B] the same lengths, known on the host."""
     context_lens: list[int]
+    plans: dict[Any, Any] = field(default_factory=dict, repr=False)
+    """What a backend worked out for these rows in the first layer of a step, for the layers after it."""
     _slots: torch.Tensor | None = field(default=None, repr=False)
     _mask: torch.Tensor | None = field(default=None, repr=False)
 
