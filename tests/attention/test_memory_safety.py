@@ -1,4 +1,4 @@
-"""No kernel reads or writes a byte that is not its own: watched by NVIDIA's memcheck, or by poison around the inputs."""
+"""No kernel touches a byte that is not its own: watched by memcheck, or by poison around the inputs."""
 
 import os
 import shutil
