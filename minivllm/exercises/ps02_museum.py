@@ -5,7 +5,7 @@ free queue   3  2  1  0      hits 0 and 1: of the four free blocks only 3 and 2 
 map          A -> 0          once 0 is handed out for another text, A must not lead there any more
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -42,6 +42,9 @@ def judge_allocation(expected: Allocation, got: Any, inputs: Mapping[str, Any]) 
         return why
     free, ref_counts, hits, num_new = inputs["free"], inputs["ref_counts"], inputs["hits"], inputs["num_new"]
     (table, queue, counts), (want_table, want_queue, want_counts) = got, expected
+    strays = [block for block in table if block not in range(len(ref_counts))]
+    if strays:
+        return f"the table holds {strays[0]!r}, which is no block of this pool"
     idle = [block for block in hits if ref_counts[block] == 0]
     wanted = f"{plural(num_new, 'new block')} and {plural(len(idle), 'idle hit')}"
     sums = f"{wanted} leave the free queue, which has {len(free)}"
@@ -76,7 +79,7 @@ def judge_allocation(expected: Allocation, got: Any, inputs: Mapping[str, Any]) 
     return f"block {block} is held by {plural(want_counts[block], 'request')} now, but its ref count is {counts[block]}"
 
 
-def show_parts(names: Sequence[str]) -> Any:
+def show_parts(names: Sequence[str]) -> Callable[[tuple], str]:
     """One line a part."""
     return lambda parts: "\n".join(f"{name} = {part}" for name, part in zip(names, parts, strict=True))
 
@@ -127,9 +130,9 @@ def judge_handed_out(expected: HandedOut, got: Any, inputs: Mapping[str, Any]) -
     if why is not None or got == expected:
         return why
     (blocks, free, names, cached), (want_blocks, want_free, want_names, want_cached) = got, expected
-    stray = next((ids for ids in cached.values() if not isinstance(ids, list)), None)
-    if stray is not None:
-        return f"the map leads from a name to a {type(stray).__name__} ({stray!r}), not to a list of block ids"
+    strays = [ids for ids in cached.values() if not isinstance(ids, list)]
+    if strays:
+        return f"the map leads from a name to a {type(strays[0]).__name__} ({strays[0]!r}), not to a list of block ids"
     if len(names) != len(want_names):
         return f"there are {plural(len(want_names), 'block')}, but {plural(len(names), 'name')}"
     if blocks != want_blocks or free != want_free:

@@ -88,9 +88,9 @@ def judge_order(expected: list[int], got: Any, inputs: Mapping[str, Any]) -> str
         )
     if got == expected:
         return None
-    stray = next((block for i, block in enumerate(got) if block in got[:i]), None)
-    if stray is not None:
-        return f"block {stray} is in the queue twice"
+    twice = [block for i, block in enumerate(got) if block in got[:i]]
+    if twice:
+        return f"block {twice[0]} is in the queue twice"
     for kind, what, *_ in reversed(inputs["events"]):
         if kind == "hit" and what in got and what not in expected:
             return f"block {what} was hit and is held by a request: it is not free any more"
