@@ -13,6 +13,7 @@ IGNORED = "nbval-ignore-output"
 IGNORED_CELLS = {
     "00_tour": 1,
     "01_attention_and_the_kv_cache": 1,
+    "02_paged_kv_cache": 1,
     "03_flash_attention": 1,
     "04_paged_attention": 1,
     "05_mla_and_flash_mla": 1,
