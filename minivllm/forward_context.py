@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class ForwardContext:
     """One forward pass.
 
-    `kv_caches` maps an attention layer's name to its cache [2, num_blocks, block_size, num_kv_heads, head_dim].
+    `kv_caches` maps an attention layer's name to its cache [2, num_blocks, block_size, num_kv_heads, head_dim], or, for
+    latent attention (MLA), [num_blocks, block_size, 1, d_c + d_r].
     """
 
     attention_metadata: "AttentionMetadata"

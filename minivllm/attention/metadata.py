@@ -11,6 +11,7 @@ Both parts are described alike (`PagedRows`), so that a kernel written for one c
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -36,6 +37,8 @@ class PagedRows:
     query_lens: list[int]
     """[B] the same lengths, known on the host."""
     context_lens: list[int]
+    plans: dict[Any, Any] = field(default_factory=dict, repr=False)
+    """What a backend worked out for these rows in the first layer of a step, for the layers after it."""
     _slots: torch.Tensor | None = field(default=None, repr=False)
     _mask: torch.Tensor | None = field(default=None, repr=False)
 
