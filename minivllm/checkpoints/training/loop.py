@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from minivllm.checkpoints.errors import CheckpointError
 from minivllm.checkpoints.training.balance import ExpertLoad
 from minivllm.checkpoints.training.data import Batches, Stream
-from minivllm.checkpoints.training.model import add_dropout, build_model, model_config, parameter_groups
+from minivllm.checkpoints.training.model import add_dropout, build_model, hidden_states, model_config, parameter_groups
 from minivllm.checkpoints.training.mtp import MTPLayer, initialise, pass_loss, unroll
 from minivllm.checkpoints.training.recipes import Recipe
 
@@ -78,7 +78,7 @@ class Trainer:
         """rows [B, T + 2] -> float32 [1 + mtp_passes]: the main loss, then each pass's, in nats a token."""
         length = rows.shape[1] - 2
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            hidden = self.model.model(input_ids=rows[:, :length], use_cache=False).last_hidden_state
+            hidden = hidden_states(self.model, rows[:, :length])
             logits = self.model.lm_head(hidden)
             losses = [F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:-1].flatten())]
             if self.mtp is not None:

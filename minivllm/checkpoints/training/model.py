@@ -66,6 +66,20 @@ def build_model(config: PretrainedConfig) -> PreTrainedModel:
     return model
 
 
+def hidden_states(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """ids [B, T] -> [B, T, hidden_size], after the final norm.
+
+    transformers' forward looks into the positions for packed sequences, and waits for the device to do so.
+    """
+    base = model.model
+    hidden = base.embed_tokens(ids)
+    rotary = base.rotary_emb(hidden, position_ids=torch.arange(ids.shape[1], device=ids.device)[None])
+    for layer in base.layers:
+        # No mask: attention is causal by itself.
+        hidden = layer(hidden, attention_mask=None, position_embeddings=rotary)
+    return base.norm(hidden)
+
+
 def experts_option(config: PretrainedConfig) -> dict[str, str]:
     """What from_config and from_pretrained must be told so that a model's experts are computed by all_experts."""
     return {"experts_implementation": EXPERTS} if getattr(config, "n_routed_experts", None) else {}

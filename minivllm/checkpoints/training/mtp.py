@@ -18,6 +18,7 @@ Methods: MTP, DeepSeek-V3 (2024), here with one layer for all depths; unrolling 
 """
 
 import inspect
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,7 @@ class PassCache:
         return torch.cat(self.latents, dim=2), torch.cat(self.rotary_keys, dim=2)
 
 
+@lru_cache(maxsize=8)
 def pass_mask(length: int, index: int, device: torch.device) -> Tensor:
     """Who is attended to in pass number index (from 0): bool [1, 1, length, (index + 1) * length]."""
     query = torch.arange(length, device=device)[:, None]
