@@ -1,5 +1,6 @@
 """Random DeepSeek models as transformers saves them, and what transformers itself does with them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -53,13 +54,19 @@ YARN = {
 }
 
 
-def save_deepseek(path: Path, version: int = 3, std: float = 0.2, seed: int = 0, **settings: Any) -> Any:
+def save_deepseek(
+    path: Path, version: int = 3, std: float = 0.2, seed: int = 0, mtp_layers: int = 0, **settings: Any
+) -> Any:
     """Saves a random model, `settings` on top of V3 or V2, and returns transformers' model of it in float32.
 
     Weights are larger than usual, so that the best token stands out and a swapped or skipped tensor shows. The bias of
-    the router is as large as the differences between scores, so that it changes who is chosen.
+    the router is as large as the differences between scores, so that it changes who is chosen. With mtp_layers, that
+    many multi-token prediction layers stand behind the last layer, under DeepSeek's names.
     """
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+
+    if mtp_layers:
+        settings["num_nextn_predict_layers"] = mtp_layers
 
     config_class, model_class, defaults = (
         (DeepseekV3Config, DeepseekV3ForCausalLM, V3) if version == 3 else (DeepseekV2Config, DeepseekV2ForCausalLM, V2)
@@ -68,7 +75,41 @@ def save_deepseek(path: Path, version: int = 3, std: float = 0.2, seed: int = 0,
     model = model_class(config).float().eval()
     randomize(model, std, seed)
     model.save_pretrained(path)
+    if mtp_layers:
+        add_mtp_layers(path, model, std, seed)
     return model
+
+
+def add_mtp_layers(path: Path, model: Any, std: float, seed: int) -> Any:
+    """Random MTP layers into the checkpoint of `model`, as DeepSeek stores them; returns transformers' own of them."""
+    from safetensors.torch import load_file, save_file
+    from transformers.modeling_layers import MtpModel
+
+    mtp = MtpModel(model, model.config.num_nextn_predict_layers).float().eval()
+    randomize(mtp.layers, std, seed + 1)
+    tensors = load_file(path / "model.safetensors")
+    for index, layer in enumerate(mtp.layers):
+        prefix = f"model.layers.{model.config.num_hidden_layers + index}."
+        for name, tensor in layer.state_dict().items():
+            tensors |= {prefix + stored: part.contiguous() for stored, part in _as_stored(name, tensor)}
+        tensors[f"{prefix}embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
+        tensors[f"{prefix}shared_head.head.weight"] = model.lm_head.weight.detach().clone()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return mtp
+
+
+def _as_stored(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor of transformers' MTP layer under its name (or names, for experts) in a checkpoint."""
+    name = name.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+    if name == "mlp.experts.gate_up_proj":
+        for expert, (gate, up) in enumerate(pair.chunk(2) for pair in tensor):
+            yield f"mlp.experts.{expert}.gate_proj.weight", gate
+            yield f"mlp.experts.{expert}.up_proj.weight", up
+    elif name == "mlp.experts.down_proj":
+        for expert, down in enumerate(tensor):
+            yield f"mlp.experts.{expert}.down_proj.weight", down
+    else:
+        yield name, tensor
 
 
 @torch.no_grad()
