@@ -1,6 +1,10 @@
-"""The model card, README.md of a checkpoint, and its loss curve: made from training.json and evaluation.json alone."""
+"""The model card, README.md of a checkpoint, and its loss curve: made from training.json and evaluation.json alone.
+
+`python -m minivllm.checkpoints.training.card DIR ...` writes them anew.
+"""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +49,10 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_curve(directory: Path) -> None:
-    """loss_curve.png; without matplotlib there is none, and the numbers are in training.json."""
+    """loss_curve.png; without a recent matplotlib there is none, and the numbers are in training.json."""
     try:
         from minivllm.plotting.training import loss_curve
-    except ImportError as error:
+    except (ImportError, KeyError) as error:  # a KeyError for a colour sequence that older versions lack
         print(f"no {CURVE}: {error}; the numbers are in {directory / TRAINING}")
         return
     import matplotlib.pyplot as plt
@@ -155,3 +159,9 @@ def _samples(evaluation: dict[str, Any]) -> str:
         kind = f"temperature {sample['temperature']}, seed {sample['seed']}" if sample["temperature"] else "greedy"
         parts.append(f"{kind}:\n\n{quoted}")
     return "\n\n".join(parts)
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        write_curve(Path(argument))
+        write_card(Path(argument))

@@ -118,12 +118,12 @@ class Trainer:
         return (total / sum(len(some) for some in starts)).tolist()
 
     def run(self, max_minutes: float | None = None, stop_at: int | None = None, progress_bar: bool = True) -> Progress:
-        """Trains until the steps or the minutes are used up, or the held-out loss has stopped falling.
+        """Trains until the steps or the minutes from now on are used up, or the held-out loss has stopped falling.
 
         stop_at interrupts the run after that step with its state saved, as an evaluation does.
         """
         recipe, progress = self.recipe, self.progress
-        limit = math.inf if max_minutes is None else max_minutes * 60
+        limit = math.inf if max_minutes is None else progress.seconds + max_minutes * 60
         begin = time.monotonic() - progress.seconds
         self.modules.train()
         pending: list[Tensor] = []
