@@ -9,24 +9,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
     from minivllm.attention.backend import AttentionBackend
-    from minivllm.attention.metadata import AttentionMetadata
+    from minivllm.attention.metadata import AttentionMetadata, KVCache
 
 
 @dataclass
 class ForwardContext:
     """One forward pass.
 
-    `kv_caches` maps an attention layer's name to its cache [2, num_blocks, block_size, num_kv_heads, head_dim], or, for
-    latent attention (MLA), [num_blocks, block_size, 1, d_c + d_r].
+    `kv_caches` maps an attention layer's name to its caches of K and V, [num_blocks, block_size, num_kv_heads,
+    head_dim] each, or to its one cache of latents (MLA), [num_blocks, block_size, 1, d_c + d_r].
     """
 
     attention_metadata: "AttentionMetadata"
     attention_backend: "AttentionBackend"
-    kv_caches: dict[str, torch.Tensor] = field(default_factory=dict)
+    kv_caches: "dict[str, KVCache]" = field(default_factory=dict)
 
 
 _current: ForwardContext | None = None

@@ -36,6 +36,7 @@ from minivllm.prompts import (
 from minivllm.sampling_params import SamplingParams
 from minivllm.stream import Stream
 from minivllm.tokenizer import load_tokenizer
+from minivllm.triton_mode import settle_triton_mode
 from minivllm.worker.model_runner import ModelRunner
 
 
@@ -57,6 +58,7 @@ class LLM:
             known = ", ".join(name for name, f in EngineConfig.__dataclass_fields__.items() if f.init)
             raise ValueError(f"unknown engine argument {', '.join(sorted(unknown))}; known are: {known}")
         self.config = EngineConfig(model=model, **engine_args)
+        settle_triton_mode()  # transformers may import Triton on its own account
         path = resolve(model)
         load_config(path)  # a directory that is no model is told so before anything else is missed in it
         self.tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(path)

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from minivllm.triton_mode import settle_triton_mode
+
 _ROOT = Path(__file__).parents[1]
 _MOST_VALUES = 32
 
@@ -50,8 +52,8 @@ def setup_notebook(seed: int = 0) -> None:
 
 
 def show_source(obj: Callable[..., Any] | type) -> None:
-    """Display the code of a function, a method or a class of this package, with its file and line."""
-    obj = inspect.unwrap(obj)
+    """Display the code of a function, a method, a class or a kernel of this package, with its file and line."""
+    obj = inspect.unwrap(getattr(obj, "fn", obj))  # a Triton kernel holds its function so
     lines, first_line = inspect.getsourcelines(obj)
     file = Path(inspect.getsourcefile(obj)).relative_to(_ROOT).as_posix()
     code = textwrap.dedent("".join(lines)).rstrip()
@@ -107,11 +109,7 @@ def _choose_triton_mode() -> str:
     """
     if importlib.util.find_spec("triton") is None:
         return f"no Triton on {sys.platform}: chapters with kernels need Linux (WSL, a container or a hosted notebook)"
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")
+    interpreted = settle_triton_mode()
     if "triton" in sys.modules:
         import minivllm.triton_env  # noqa: F401  (raises where Triton's mode is the wrong one)
-    interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
     return "Triton kernels are interpreted" if interpreted else "Triton kernels are compiled"

@@ -12,20 +12,11 @@ INTERPRET`.
 
 import importlib.util
 import logging
-import os
 import sys
 
+from minivllm.triton_mode import settle_triton_mode
+
 logger = logging.getLogger("minivllm")
-
-
-def _wants_interpreter() -> bool:
-    """True when kernels are to be interpreted: TRITON_INTERPRET says so, or there is no GPU."""
-    asked = os.environ.get("TRITON_INTERPRET")
-    if asked is not None:
-        return asked.lower() in ("1", "true", "on", "y", "yes")
-    import torch
-
-    return not torch.cuda.is_available()
 
 
 def _check_mode(interpret: bool) -> None:
@@ -48,9 +39,7 @@ if importlib.util.find_spec("triton") is None:
         "container or a hosted notebook will do)"
     )
 
-_interpret = _wants_interpreter()
-if _interpret:
-    os.environ["TRITON_INTERPRET"] = "1"
+_interpret = settle_triton_mode()
 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402

@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 
 from minivllm.attention import reference
-from minivllm.attention.metadata import AttentionMetadata, PagedRows
+from minivllm.attention.metadata import AttentionMetadata, KVCache, PagedRows
 from minivllm.attention.torch_paged import TorchPagedAttention
 from minivllm.config import ConfigError
 
@@ -34,8 +34,8 @@ class AttentionBackend(Protocol):
 
     name: str
 
-    def store(self, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Write k and v [T, Hkv, D] to their slots in kv_cache [2, num_blocks, block_size, Hkv, D]."""
+    def store(self, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache, slot_mapping: torch.Tensor) -> None:
+        """Write k and v [T, Hkv, D] to their slots in the caches of K and V, [num_blocks, block_size, Hkv, D] each."""
         ...
 
     def attend(
@@ -43,7 +43,7 @@ class AttentionBackend(Protocol):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: KVCache,
         metadata: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor:
@@ -61,7 +61,7 @@ class TorchBackend:
     def __init__(self) -> None:
         self._paged = TorchPagedAttention()
 
-    def store(self, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def store(self, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache, slot_mapping: torch.Tensor) -> None:
         for rows, cache in zip((k, v), kv_cache, strict=True):
             cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, rows)
 
@@ -70,7 +70,7 @@ class TorchBackend:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: KVCache,
         metadata: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor:
@@ -89,7 +89,7 @@ class ReferenceBackend(TorchBackend):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: KVCache,
         metadata: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor:
@@ -106,36 +106,35 @@ class TritonBackend:
 
     def __init__(self) -> None:
         # Imported here, because importing Triton settles whether kernels are compiled or interpreted.
+        from minivllm.attention import paged, store
         from minivllm.attention.flash import flash_attn_varlen_func
-        from minivllm.attention.paged import paged_attention
-        from minivllm.attention.store import store_kv
 
-        self._flash, self._paged, self._store = flash_attn_varlen_func, paged_attention, store_kv
+        self._flash, self._paged, self._store = flash_attn_varlen_func, paged, store
+        self._checked: tuple = ()
 
-    def store(self, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        self._store(k, v, kv_cache[0], kv_cache[1], slot_mapping)
+    def store(self, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache, slot_mapping: torch.Tensor) -> None:
+        k_cache, v_cache = kv_cache
+        # The layers of a step look alike, so the first one's check is good for all.
+        looks = (k.shape, v.shape, k.dtype, k_cache.shape, k_cache.dtype, slot_mapping.shape, slot_mapping.dtype)
+        if looks != self._checked:
+            self._store.check_kv(k, v, k_cache, v_cache, slot_mapping)
+            self._checked = looks
+        self._store.launch_store_kv(k, v, k_cache, v_cache, slot_mapping, 1.0, 1.0)
 
     def attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: KVCache,
         metadata: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor:
+        if metadata.varlen is None:
+            return self._attend_paged(q, kv_cache, metadata.decode, scale)
+
         def paged(part: slice, rows: PagedRows) -> torch.Tensor:
-            return self._paged(
-                q[part],
-                kv_cache[0],
-                kv_cache[1],
-                rows.cu_seqlens_q,
-                rows.seq_lens,
-                rows.block_table,
-                rows.max_seqlen_q,
-                scale,
-                max_seqlen_k=rows.max_seqlen_k,
-            )
+            return self._attend_paged(q[part], kv_cache, rows, scale)
 
         def varlen(part: slice, rows: PagedRows) -> torch.Tensor:
             if not rows.are_whole_prompts:
@@ -144,6 +143,19 @@ class TritonBackend:
             return self._flash(q[part], k[part], v[part], cu, cu, longest, longest, scale, causal=True)
 
         return _in_two_parts(metadata, paged, varlen)
+
+    def _attend_paged(self, q: torch.Tensor, kv_cache: KVCache, rows: PagedRows, scale: float) -> torch.Tensor:
+        """`paged_attention`, checked and cut once a step: a decode step of a small model waits for its host."""
+        k_cache, v_cache = kv_cache
+        where = rows.cu_seqlens_q, rows.seq_lens, rows.block_table, rows.max_seqlen_q
+        looks = (q.shape, q.dtype, k_cache.shape, k_cache.dtype)
+        plan = rows.plans.get(looks)
+        if plan is None:
+            plan = self._paged.plan_launch(q, k_cache, v_cache, *where, max_seqlen_k=rows.max_seqlen_k)
+            rows.plans[looks] = plan
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._paged.launch(q, k_cache, v_cache, out, None, *where, scale, 1.0, -1, 0, 0.0, *plan)
+        return out
 
 
 def _in_two_parts(

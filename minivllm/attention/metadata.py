@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+KVCache = tuple[torch.Tensor, torch.Tensor] | torch.Tensor
+"""K and V of one layer, [num_blocks, block_size, Hkv, D] each: a pair, or one tensor [2, ...]."""
+
 
 @dataclass
 class PagedRows:

@@ -40,6 +40,7 @@ from minivllm.attention.mla_cache import load_rows, look_up, place
 from minivllm.attention.mla_schedule import BLOCK, Tiles, choose_tiles, get_mla_metadata
 from minivllm.attention.store import latent_row_bytes
 from minivllm.triton_env import TensorDescriptor, tl, triton
+from minivllm.triton_launch import launch_kernel
 
 __all__ = ["flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -254,9 +255,10 @@ def launch(
     )  # fmt: skip
     # A few requests are cut into many pieces each: spread a row over programs. Many are cut into two or three.
     block_c, block_p = (min(block_c, 128), 64) if batch <= 8 else (block_c, 4)
-    _merge_kernel[(batch, rows, cdiv(d_c, block_c))](
-        parts, part_lse, out, lse, num_splits, s_q,
-        H=num_heads, DC=d_c, BLOCK_C=block_c, BLOCK_P=block_p, num_warps=4,
+    launch_kernel(
+        _merge_kernel, (batch, rows, cdiv(d_c, block_c)),
+        (parts, part_lse, out, lse, num_splits), (s_q,),
+        H=num_heads, DC=d_c, BLOCK_C=block_c, BLOCK_P=block_p,
     )  # fmt: skip
     return out, lse
 

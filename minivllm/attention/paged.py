@@ -56,6 +56,7 @@ from minivllm.attention.common import (
     seen,
 )
 from minivllm.triton_env import INTERPRET, tl, triton
+from minivllm.triton_launch import launch_kernel
 
 
 class Tiles(NamedTuple):
@@ -101,13 +102,13 @@ def _paged_kernel(
     q, k_cache, v_cache, out, lse, cu_seqlens_q, seq_lens, block_table,
     q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head,
     out_split, out_token, out_head, lse_split, lse_head, table_row,
-    scale, softcap, v_scale, left, right,
-    GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    scale, softcap, v_scale, left, right, num_splits,
+    GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SPLIT: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    split = tl.program_id(0) % NUM_SPLITS
-    kv_head = tl.program_id(0) // NUM_SPLITS
+    split = tl.program_id(0) % num_splits
+    kv_head = tl.program_id(0) // num_splits
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     b = tl.program_id(2)
 
@@ -131,7 +132,7 @@ def _paged_kernel(
         last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, s_q - 1) + s_k - s_q
         lo, hi = key_range(first, last, s_k, left, right, HAS_LEFT, HAS_RIGHT)
         lo = lo // BLOCK_N * BLOCK_N
-        share = tl.cdiv(tl.cdiv(tl.maximum(hi - lo, 0), BLOCK_N), NUM_SPLITS) * BLOCK_N
+        share = tl.cdiv(tl.cdiv(tl.maximum(hi - lo, 0), BLOCK_N), num_splits) * BLOCK_N
         lo = lo + split * share
         hi = tl.minimum(lo + share, hi)
 
@@ -158,7 +159,7 @@ def _paged_kernel(
             acc = dot(round_to(p, q_tile.dtype), v.to(q_tile.dtype), acc * alpha[:, None])
 
         o, row_lse = finish(acc, m, l)
-        if NUM_SPLITS == 1 or lo < hi:
+        if not SPLIT or lo < hi:
             o_at = (
                 out
                 + split.to(tl.int64) * out_split
@@ -173,15 +174,16 @@ def _paged_kernel(
 
 @triton.jit
 def _merge_splits_kernel(
-    parts, part_lse, out, lse, part_stride, part_token, part_head, lse_split, lse_head, out_token, out_head,
-    NUM_SPLITS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr,
+    parts, part_lse, out, lse,
+    part_stride, part_token, part_head, lse_split, lse_head, out_token, out_head, num_splits,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     dv = tl.arange(0, BLOCK_DV)
     o, row_lse = merge_parts(
         parts + token * part_token + head * part_head, part_lse + head * lse_head + token,
-        0, NUM_SPLITS, part_stride, lse_split, dv, dv < DV, BLOCK_P,
+        0, num_splits, part_stride, lse_split, dv, dv < DV, BLOCK_P,
     )  # fmt: skip
     tl.store(out + token * out_token + head * out_head + dv, round_to(o, out.dtype.element_ty), dv < DV)
     if lse is not None:
@@ -216,28 +218,44 @@ def paged_attention(
     Returns out [total_q, H, Dv], and lse [H, total_q] float32 (natural log) if asked; rows of q that belong to no
     request are unspecified. Raises ValueError for a wrong shape, dtype, device or stride.
     """
-    (total_q, num_heads, d), (_, block_size, num_kv_heads, dv) = _check(
-        q, k_cache, v_cache, cu_seqlens_q, seq_lens, block_table
+    tiles, num_splits = plan_launch(
+        q, k_cache, v_cache, cu_seqlens_q, seq_lens, block_table, max_seqlen_q, num_splits, max_seqlen_k
     )
+    total_q, num_heads, d = q.shape
     scale = check_scale(softmax_scale, d)
     left, right = check_window(window_size, causal, softcap)
+    out = torch.empty(total_q, num_heads, v_cache.shape[3], dtype=q.dtype, device=q.device)
+    lse = torch.empty(num_heads, total_q, dtype=torch.float32, device=q.device) if return_softmax_lse else None
+    launch(
+        q, k_cache, v_cache, out, lse, cu_seqlens_q, seq_lens, block_table, max_seqlen_q,
+        scale * k_scale, v_scale, left, right, softcap, tiles, num_splits,
+    )  # fmt: skip
+    return (out, lse) if return_softmax_lse else out
+
+
+def plan_launch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    max_seqlen_q: int,
+    num_splits: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> tuple[Tiles, int]:
+    """The last two arguments of `launch`, after a check of all others: once a step, where all layers look alike."""
+    (_, num_heads, d), (_, block_size, num_kv_heads, dv) = _check(
+        q, k_cache, v_cache, cu_seqlens_q, seq_lens, block_table
+    )
     if num_splits is not None and num_splits < 1:
         fail("num_splits", "None or at least 1", num_splits)
-    group = num_heads // num_kv_heads
-    rows = max_seqlen_q * group
-    programs = cdiv(rows, 64) * num_kv_heads * seq_lens.shape[0]
+    rows = max_seqlen_q * (num_heads // num_kv_heads)
     if num_splits is None:
         longest = block_table.shape[1] * block_size if max_seqlen_k is None else max_seqlen_k
+        programs = cdiv(rows, 64) * num_kv_heads * seq_lens.shape[0]
         num_splits = choose_num_splits(programs, longest, q.device)
-    tiles = choose_tiles(rows, max(d, dv), q.element_size(), num_splits > 1)
-    out = torch.empty(total_q, num_heads, dv, dtype=q.dtype, device=q.device)
-    lse = torch.empty(num_heads, total_q, dtype=torch.float32, device=q.device) if return_softmax_lse else None
-    if programs * total_q > 0:
-        launch(
-            q, k_cache, v_cache, out, lse, cu_seqlens_q, seq_lens, block_table, max_seqlen_q,
-            scale * k_scale, v_scale, left, right, softcap, tiles, num_splits,
-        )  # fmt: skip
-    return (out, lse) if return_softmax_lse else out
+    return choose_tiles(rows, max(d, dv), q.element_size(), num_splits > 1), num_splits
 
 
 def launch(
@@ -255,21 +273,27 @@ def launch(
     group = num_heads // num_kv_heads
     block_dv = next_power_of_2(dv)
     grid = (num_kv_heads * num_splits, cdiv(max_seqlen_q * group, tiles.block_m), seq_lens.shape[0])
-    _paged_kernel[grid](
-        q, k_cache, v_cache, parts, part_lse, cu_seqlens_q, seq_lens, block_table,
-        *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
-        *part_strides, lse_split, total_q, block_table.stride(0),
-        scale * (1.0 if softcap > 0 else LOG2E), softcap, v_scale, left, right,
-        GROUP=group, BLOCK_SIZE=block_size, D=d, DV=dv, NUM_SPLITS=num_splits,
+    if 0 in grid or total_q == 0:
+        return
+    launch_kernel(
+        _paged_kernel, grid,
+        (q, k_cache, v_cache, parts, part_lse, cu_seqlens_q, seq_lens, block_table),
+        (
+            *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
+            *part_strides, lse_split, total_q, block_table.stride(0),
+            float(scale * (1.0 if softcap > 0 else LOG2E)), float(softcap), float(v_scale), left, right, num_splits,
+        ),
+        tiles.num_warps, tiles.num_stages,
+        GROUP=group, BLOCK_SIZE=block_size, D=d, DV=dv, SPLIT=num_splits > 1,
         HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, SOFTCAP=softcap > 0,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=next_power_of_2(d), BLOCK_DV=block_dv,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     if num_splits > 1:
-        _merge_splits_kernel[(total_q, num_heads)](
-            parts, part_lse, out, lse, *part_strides, lse_split, total_q, *out.stride()[:2],
-            NUM_SPLITS=num_splits, DV=dv, BLOCK_DV=block_dv,
-            BLOCK_P=min(next_power_of_2(num_splits), 32), num_warps=4,
+        launch_kernel(
+            _merge_splits_kernel, (total_q, num_heads, 1),
+            (parts, part_lse, out, lse),
+            (*part_strides, lse_split, total_q, *out.stride()[:2], num_splits),
+            DV=dv, BLOCK_DV=block_dv, BLOCK_P=min(next_power_of_2(num_splits), 32),
         )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from minivllm.attention.checks import CACHES, FLOATS, check_index, check_tensor, fail, next_power_of_2
 from minivllm.triton_env import INTERPRET, tl, triton
+from minivllm.triton_launch import launch_kernel
 
 E4M3_MAX = 448.0
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
@@ -80,7 +81,12 @@ def store_kv(
     saturated; any other has the dtype of k and v. Raises ValueError for a wrong shape, dtype, device or
     stride.
     """
-    tokens = k.shape[0]
+    check_kv(k, v, k_cache, v_cache, slot_mapping)
+    launch_store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+
+
+def check_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """The checks of `store_kv`: once a step, where all layers look alike."""
     check_tensor("k", k, 3, CACHES, k.device)
     check_tensor("v", v, 3, (k.dtype,), k.device)
     check_tensor("k_cache", k_cache, 4, (k.dtype, torch.float8_e4m3fn), k.device)
@@ -91,7 +97,14 @@ def store_kv(
         fail("k_cache", f"of shape [num_blocks, block_size, {k.shape[1]}, {k.shape[2]}]", tuple(k_cache.shape))
     if v_cache.shape != (*k_cache.shape[:2], *v.shape[1:]):
         fail("v_cache", f"of shape {(*k_cache.shape[:2], *v.shape[1:])}", tuple(v_cache.shape))
-    _check_slots(slot_mapping, tokens, k.device)
+    _check_slots(slot_mapping, k.shape[0], k.device)
+
+
+def launch_store_kv(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, k_scale: float, v_scale: float
+) -> None:
+    """`store_kv` for checked arguments."""
+    tokens = k.shape[0]
     quantize = k_cache.dtype != k.dtype
     if quantize and INTERPRET.value:
         # The interpreter's conversion to e4m3 loses carries and does not saturate; PyTorch's is right.
@@ -99,11 +112,15 @@ def store_kv(
     if tokens == 0:
         return
     heads, d, dv = k.shape[1], k.shape[2], v.shape[2]
-    _store_kv_kernel[(tokens,)](
-        k, v, k_cache, v_cache, slot_mapping, 1.0 / k_scale, 1.0 / v_scale,
-        k.stride(0), k.stride(1), v.stride(0), v.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3],
+    launch_kernel(
+        _store_kv_kernel, (tokens, 1, 1),
+        (k, v, k_cache, v_cache, slot_mapping),
+        (
+            1.0 / k_scale, 1.0 / v_scale,
+            *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
+        ),
         BLOCK_SIZE=k_cache.shape[1], H=heads, D=d, DV=dv, BLOCK_H=next_power_of_2(heads),
-        BLOCK_D=next_power_of_2(max(d, dv)), QUANTIZE=quantize, num_warps=4,
+        BLOCK_D=next_power_of_2(max(d, dv)), QUANTIZE=quantize,
     )  # fmt: skip
 
 
@@ -168,10 +185,12 @@ def store_latent(c: Tensor, k_rope: Tensor, cache: Tensor, slot_mapping: Tensor)
     if fp8 and INTERPRET.value:
         scales = latent_scales(c)
         c = quantize_e4m3(c.unflatten(-1, (-1, 128)), scales[..., None]).flatten(-2)
-    _store_latent_kernel[(tokens,)](
-        c, k_rope, cache, scales, slot_mapping, c.stride(0), k_rope.stride(0), *cache.stride()[:2],
+    launch_kernel(
+        _store_latent_kernel, (tokens, 1, 1),
+        (c, k_rope, cache, scales, slot_mapping),
+        (c.stride(0), k_rope.stride(0), *cache.stride()[:2]),
         BLOCK_SIZE=cache.shape[1], DC=d_c, DR=d_r, BLOCK_C=next_power_of_2(d_c),
-        BLOCK_R=next_power_of_2(d_r), FP8=fp8, num_warps=4,
+        BLOCK_R=next_power_of_2(d_r), FP8=fp8,
     )  # fmt: skip
 
 

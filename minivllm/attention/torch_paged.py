@@ -7,7 +7,7 @@ long, so they are served one by one: padding them to each other would cost more 
 import torch
 import torch.nn.functional as F
 
-from minivllm.attention.metadata import PagedRows
+from minivllm.attention.metadata import KVCache, PagedRows
 
 
 class TorchPagedAttention:
@@ -20,12 +20,12 @@ class TorchPagedAttention:
     def __init__(self) -> None:
         self._workspace = torch.empty(0)
 
-    def decode(self, q: torch.Tensor, kv_cache: torch.Tensor, rows: PagedRows, scale: float) -> torch.Tensor:
+    def decode(self, q: torch.Tensor, kv_cache: KVCache, rows: PagedRows, scale: float) -> torch.Tensor:
         """One query a request.
 
         Args:
             q: [B, H, D].
-            kv_cache: [2, num_blocks, block_size, Hkv, D].
+            kv_cache: K and V, [num_blocks, block_size, Hkv, D] each.
 
         Returns:
             [B, H, D].
@@ -36,12 +36,12 @@ class TorchPagedAttention:
         )
         return out[:, :, 0]
 
-    def varlen(self, q: torch.Tensor, kv_cache: torch.Tensor, rows: PagedRows, scale: float) -> torch.Tensor:
+    def varlen(self, q: torch.Tensor, kv_cache: KVCache, rows: PagedRows, scale: float) -> torch.Tensor:
         """Several queries a request, causal, aligned bottom-right.
 
         Args:
             q: [num_rows, H, D].
-            kv_cache: [2, num_blocks, block_size, Hkv, D].
+            kv_cache: K and V, [num_blocks, block_size, Hkv, D] each.
 
         Returns:
             [num_rows, H, D].
@@ -65,13 +65,14 @@ class TorchPagedAttention:
             start = end
         return out
 
-    def _gather(self, kv_cache: torch.Tensor, slots: torch.Tensor) -> list[torch.Tensor]:
-        """kv_cache [2, num_blocks, block_size, Hkv, D], slots [B, S] -> K and V [B, Hkv, S, D] in the workspace."""
-        num_kv_heads, head_dim = kv_cache.shape[3:]
+    def _gather(self, kv_cache: KVCache, slots: torch.Tensor) -> list[torch.Tensor]:
+        """Caches [num_blocks, block_size, Hkv, D] and slots [B, S] -> K and V [B, Hkv, S, D] in the workspace."""
+        like = kv_cache[0]
+        num_kv_heads, head_dim = like.shape[2:]
         width = num_kv_heads * head_dim
         size = slots.numel() * width
-        if self._workspace.numel() < 2 * size or self._workspace.dtype != kv_cache.dtype:
-            self._workspace = kv_cache.new_empty(2 * size)
+        if self._workspace.numel() < 2 * size or self._workspace.dtype != like.dtype:
+            self._workspace = like.new_empty(2 * size)
         gathered = []
         for index, cache in enumerate(kv_cache):
             out = self._workspace[index * size : (index + 1) * size].view(-1, width)

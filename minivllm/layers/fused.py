@@ -13,8 +13,10 @@ of a sum. Rows are tokens; one program works on one token.
 
 import torch
 
+from minivllm.attention.checks import cdiv, next_power_of_2
 from minivllm.attention.common import round_to
 from minivllm.triton_env import tl, triton
+from minivllm.triton_launch import launch_kernel
 
 _BLOCK = 1024
 
@@ -45,10 +47,13 @@ def add_rms_norm(
     """(norm(x + residual), x + residual) for x and residual [T, size]; the sum is written into x."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if len(x):
-        _add_rms_norm_kernel[(len(x),)](
-            x, residual, weight, out, x.stride(0), 0 if residual is None else residual.stride(0), eps,
-            SIZE=x.shape[1], BLOCK=triton.next_power_of_2(x.shape[1]), HAS_RESIDUAL=residual is not None,
-            num_warps=4 if x.shape[1] <= 4096 else 8,
+        size = x.shape[1]
+        launch_kernel(
+            _add_rms_norm_kernel, (len(x), 1, 1),
+            (x, residual, weight, out),
+            (x.stride(0), 0 if residual is None else residual.stride(0), eps),
+            num_warps=4 if size <= 4096 else 8,
+            SIZE=size, BLOCK=next_power_of_2(size), HAS_RESIDUAL=residual is not None,
         )  # fmt: skip
     return out, x
 
@@ -101,10 +106,12 @@ def head_norm_and_rotary(
     q_weight, k_weight = weights or (None, None)
     num_tokens, num_heads, head_dim = qk.shape
     if num_tokens:
-        _head_norm_and_rotary_kernel[(num_tokens,)](
-            qk, q_weight, k_weight, cos, sin, qk.stride(0), qk.stride(1), cos.stride(0), sin.stride(0), eps,
-            HEADS=num_heads, Q_HEADS=num_q_heads, HALF=head_dim // 2, BLOCK_H=triton.next_power_of_2(num_heads),
-            BLOCK=triton.next_power_of_2(head_dim // 2), HAS_NORM=weights is not None, num_warps=4,
+        launch_kernel(
+            _head_norm_and_rotary_kernel, (num_tokens, 1, 1),
+            (qk, q_weight, k_weight, cos, sin),
+            (*qk.stride()[:2], cos.stride(0), sin.stride(0), eps),
+            HEADS=num_heads, Q_HEADS=num_q_heads, HALF=head_dim // 2, BLOCK_H=next_power_of_2(num_heads),
+            BLOCK=next_power_of_2(head_dim // 2), HAS_NORM=weights is not None,
         )  # fmt: skip
     return qk
 
@@ -125,7 +132,6 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_tokens, size)
     if num_tokens:
-        _silu_and_mul_kernel[(num_tokens, triton.cdiv(size, _BLOCK))](
-            gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=_BLOCK, num_warps=4
-        )
+        grid = (num_tokens, cdiv(size, _BLOCK), 1)
+        launch_kernel(_silu_and_mul_kernel, grid, (gate_up, out), (gate_up.stride(0),), SIZE=size, BLOCK=_BLOCK)
     return out

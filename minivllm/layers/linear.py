@@ -106,4 +106,4 @@ class QKVLinear(MergedLinear):
         Both are views of one result. Queries and keys stay together because both are rotated next.
         """
         heads = super().forward(x).view(x.shape[0], -1, self.head_dim)
-        return heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+        return heads.split_with_sizes([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)

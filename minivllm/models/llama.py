@@ -42,7 +42,7 @@ class LlamaAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         qk, v = self.qkv_proj(x)
-        q, k = self._norm_and_rotate(qk, cos, sin).split([self.num_heads, self.num_kv_heads], dim=1)
+        q, k = self._norm_and_rotate(qk, cos, sin).split_with_sizes([self.num_heads, self.num_kv_heads], dim=1)
         return self.o_proj(self.attn(q, k, v).flatten(1))
 
     def _norm_and_rotate(self, qk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

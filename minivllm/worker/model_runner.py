@@ -60,6 +60,7 @@ class ModelRunner:
         self.sampler = Sampler()
         self.kv_caches: dict[str, torch.Tensor] = {}
         self._allocate_kv_cache()
+        self._caches_by_layer = {name: cache if self.is_mla else tuple(cache) for name, cache in self.kv_caches.items()}
         self.reset()
 
     def reset(self) -> None:
@@ -131,7 +132,7 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Run the model over the step's tokens; their K and V are in the cache afterwards. Returns hidden [T, H]."""
-        with set_forward_context(ForwardContext(inputs.attention, self.attention_backend, self.kv_caches)):
+        with set_forward_context(ForwardContext(inputs.attention, self.attention_backend, self._caches_by_layer)):
             return self.model(inputs.input_ids, inputs.positions)
 
     @torch.inference_mode()

@@ -68,6 +68,14 @@ def test_the_edges_catch_an_answer_that_the_visible_cases_let_through(name):
         ("ps00.chunk_mask", (4, 3, 7), ["1111100", "1111110", "1111111"]),
         ("ps00.chunk_mask", (2, 2, 6), ["111000", "111100"]),
         ("ps00.chunk_mask", (7, 1, 8), ["11111111"]),
+        ("ps02.blocks_to_take", (13, 1, 7, 128, 4, [], 4), 2),
+        ("ps02.blocks_to_take", (8, 5, 0, 128, 0, [1, 0], 4), 3),
+        ("ps02.cached_prefix", ([b"A", b"B", b"C"], 13, 4, {b"A": [5], b"B": [2], b"C": [7]}), [5, 2, 7]),
+        ("ps02.cached_prefix", ([b"A", b"B", b"C"], 13, 4, {b"A": [5], b"B": [2]}), [5, 2]),
+        ("ps02.free_order", (6, [("take", 3), ("free", [0, 1, 2], 2)]), [2, 3, 4, 5, 1, 0]),
+        ("ps02.free_order", (6, [("take", 3), ("free", [0, 1, 2], 2), ("hit", 1)]), [2, 3, 4, 5, 0]),
+        ("ps02.allocate", ([3, 2, 1, 0], [0] * 4, [0, 1], 1), ([0, 1, 3], [2], [1, 1, 0, 1])),
+        ("ps02.allocate", ([3, 2, 1, 0], [0] * 4, [0, 1], 3), ([], [3, 2, 1, 0], [0] * 4)),
     ],
 )
 def test_the_oracle_gives_the_numbers_worked_by_hand(name, inputs, answer):
