@@ -12,6 +12,8 @@ between steps but scratch memory, so one object serves all layers. In the Triton
     decode rows          few queries, long context, bound by memory      paged_attention
     whole prompts        K and V are at hand, nothing to look up         flash_attn_varlen_func
     chunks, prefix hits  many queries, part of the context in pages      paged_attention
+
+Latent attention (MLA) has backends of its own under the same names: `latent.py`.
 """
 
 import importlib.util

@@ -40,7 +40,7 @@ class DeepseekDecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(size, config.rms_norm_eps)
         self.self_attn = DeepseekAttention(config, f"{self.name}.self_attn")
         self.post_attention_layernorm = RMSNorm(size, config.rms_norm_eps)
-        if index < config.first_k_dense_replace:
+        if index < (config.first_k_dense_replace or 0):
             self.mlp: nn.Module = GatedMLP(size, config.intermediate_size, bias=False)
             return
         width, num_shared = config.moe_intermediate_size, config.n_shared_experts

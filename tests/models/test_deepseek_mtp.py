@@ -63,14 +63,16 @@ def test_every_pass_gives_the_hidden_states_and_logits_of_transformers(checkpoin
 def test_the_embedding_counts_everywhere_but_at_position_0(checkpoint):
     directory, _, _ = checkpoint
     _, mtp = loaded(directory)
-    hidden = torch.randn(4, 64)
+    hidden = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     outputs = []
     for first, second in ((1, 2), (9, 2), (1, 9)):
         tokens = torch.tensor([first, second, 3, 4])
         cached = CachedForward(mtp.attention_layers())
         outputs.append(cached.run(lambda p, tokens=tokens: mtp(tokens, p, hidden), 0, 4))
-    assert torch.equal(outputs[0], outputs[1])
-    assert torch.equal(outputs[0][0], outputs[2][0]) and not torch.equal(outputs[0][1], outputs[2][1])
+    same, first_changed, second_changed = outputs
+    torch.testing.assert_close(first_changed, same)
+    torch.testing.assert_close(second_changed[0], same[0])
+    assert (second_changed[1] - same[1]).abs().max() > 0.1
 
 
 def test_the_main_model_is_the_same_with_and_without_mtp_layers_in_its_checkpoint(checkpoint):
