@@ -13,7 +13,17 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-OVERRIDES = ("steps", "batch_size", "sequence_length", "learning_rate", "weight_decay", "dropout", "mtp_passes", "seed")
+OVERRIDES = (
+    "steps",
+    "batch_size",
+    "sequence_length",
+    "learning_rate",
+    "weight_decay",
+    "dropout",
+    "mtp_passes",
+    "mtp_distillation",
+    "seed",
+)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ from tiny_training import VOCAB, deepseek
 
 from minivllm.checkpoints.training.evaluate import chain_statistics
 from minivllm.checkpoints.training.model import build_model, hidden_states, model_config
-from minivllm.checkpoints.training.mtp import MTPLayer, initialise, pass_loss, pass_mask, unroll
+from minivllm.checkpoints.training.mtp import MTPLayer, distillation_loss, initialise, pass_loss, pass_mask, unroll
 
 
 class Notebook:
@@ -57,6 +57,20 @@ def test_position_j_predicts_token_j_plus_2_from_position_of_the_pass_on(index, 
     logits[0, torch.arange(index, 4), targets] = 50.0
     assert pass_loss(logits, rows, index) < 1e-6
     assert pass_loss(logits.roll(1, dims=1), rows, index) > 10
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_position_j_is_taught_by_the_targets_position_j_plus_1(index):
+    target = 40.0 * torch.nn.functional.one_hot(torch.tensor([[7, 2, 3, 4, 5]]), 8).float()
+    drafts = torch.zeros(1, 5, 8, requires_grad=True)
+    with torch.no_grad():
+        drafts[0, torch.arange(4), [2, 3, 4, 5]] = 40.0
+    assert distillation_loss(drafts, target, index) < 1e-6
+    assert distillation_loss(drafts.roll(1, dims=1), target, index) > 10
+    assert distillation_loss(drafts.roll(-1, dims=1), target, index) > 10
+    target.requires_grad_()
+    distillation_loss(drafts, target, index).backward()
+    assert drafts.grad is not None and target.grad is None
 
 
 def test_masks_of_four_positions():

@@ -109,7 +109,8 @@ def _training(training: dict[str, Any]) -> str:
     if recipe["mtp_passes"]:
         text += (
             f" The MTP layer was trained over {recipe['mtp_passes']} pass(es), its mean loss times "
-            f"{recipe['mtp_weight']} added to the main loss."
+            f"{recipe['mtp_weight']} added to the main loss; {recipe['mtp_distillation']:.0%} of it is against the "
+            "main model's distribution, the rest against the text."
         )
     return text + f"\n\n![Loss by step]({CURVE})"
 

@@ -25,7 +25,7 @@ from minivllm.checkpoints.errors import CheckpointError
 from minivllm.checkpoints.training.balance import ExpertLoad
 from minivllm.checkpoints.training.data import Batches, Stream
 from minivllm.checkpoints.training.model import add_dropout, build_model, hidden_states, model_config, parameter_groups
-from minivllm.checkpoints.training.mtp import MTPLayer, initialise, pass_loss, unroll
+from minivllm.checkpoints.training.mtp import MTPLayer, distillation_loss, initialise, pass_loss, unroll
 from minivllm.checkpoints.training.recipes import Recipe
 
 LOG_EVERY = 20
@@ -74,17 +74,23 @@ class Trainer:
         self.progress = Progress()
         self.best: dict[str, Tensor] = {}
 
-    def losses(self, rows: Tensor) -> Tensor:
-        """rows [B, T + 2] -> float32 [1 + mtp_passes]: the main loss, then each pass's, in nats a token."""
+    def losses(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """rows [B, T + 2] -> float32 [1 + mtp_passes] and [mtp_passes], in nats a token.
+
+        The main loss, then each pass's against the text; and each pass's against the target's distribution.
+        """
         length = rows.shape[1] - 2
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             hidden = hidden_states(self.model, rows[:, :length])
             logits = self.model.lm_head(hidden)
             losses = [F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:-1].flatten())]
+            distillation = [losses[0].new_zeros(())]
             if self.mtp is not None:
-                for index, output in enumerate(unroll(self.model, self.mtp, rows, hidden, self.recipe.mtp_passes)):
-                    losses.append(pass_loss(self.model.lm_head(output), rows, index))
-        return torch.stack(losses)
+                outputs = unroll(self.model, self.mtp, rows, hidden, self.recipe.mtp_passes)
+                drafts = [self.model.lm_head(output) for output in outputs]
+                losses += [pass_loss(draft, rows, index) for index, draft in enumerate(drafts)]
+                distillation = [distillation_loss(draft, logits, index) for index, draft in enumerate(drafts)]
+        return torch.stack(losses), torch.stack(distillation)
 
     def learning_rate(self, progress: float) -> float:
         """Linear warm-up by steps, then a cosine over the run's progress in [0, 1]."""
@@ -97,10 +103,11 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.load.reset()
-        losses = self.losses(rows)
+        losses, distillation = self.losses(rows)
         total = losses[0] + self.recipe.sequence_balance * self.load.sequence_loss()
         if self.mtp is not None:
-            total = total + self.recipe.mtp_weight * losses[1:].mean()
+            share = self.recipe.mtp_distillation
+            total = total + self.recipe.mtp_weight * ((1 - share) * losses[1:].mean() + share * distillation.mean())
         total.backward()
         nn.utils.clip_grad_norm_(self.modules.parameters(), self.recipe.clip_norm)
         self.optimizer.step()
@@ -113,7 +120,7 @@ class Trainer:
         """Held-out losses: main, then each MTP pass."""
         self.modules.eval()
         starts = self.held_out.held_out_starts().split(self.recipe.batch_size)
-        total = sum(self.losses(self.held_out.rows(some)) * len(some) for some in starts)
+        total = sum(self.losses(self.held_out.rows(some))[0] * len(some) for some in starts)
         self.modules.train()
         return (total / sum(len(some) for some in starts)).tolist()
 

@@ -14,7 +14,11 @@ pass p, position j attends to
 
     positions <= j - p + 1 of pass 1,  then j - p + 2 of pass 2,  ...,  j - 1 of pass p - 1,  and itself
 
-Methods: MTP, DeepSeek-V3 (2024), here with one layer for all depths; unrolling with this mask, EAGLE-3 (2025).
+A draft is right if it is what the target says, not what the text says. So the loss is a mix of the two: the next
+token of the text, as DeepSeek-V3 has it, and the target's distribution, which overfits less.
+
+Methods: MTP, DeepSeek-V3 (2024), here with one layer for all depths; unrolling with this mask, EAGLE-3 (2025);
+distilling a drafter from its target, DistillSpec (2023).
 """
 
 import inspect
@@ -116,3 +120,13 @@ def pass_loss(logits: Tensor, rows: Tensor, index: int) -> Tensor:
     logits [B, T, vocab_size], rows [B, T + 2].
     """
     return F.cross_entropy(logits[:, index:].flatten(0, 1).float(), rows[:, index + 2 :].flatten())
+
+
+def distillation_loss(logits: Tensor, target_logits: Tensor, index: int) -> Tensor:
+    """Mean cross-entropy of pass number index (from 0) against the target's own distribution of the same token.
+
+    Position j of the MTP layer and position j + 1 of the target both predict token j + 2. Both [B, T, vocab_size]; no
+    gradient reaches the target through this.
+    """
+    wanted = target_logits[:, index + 1 :].detach().float().softmax(-1)
+    return F.cross_entropy(logits[:, index:-1].flatten(0, 1).float(), wanted.flatten(0, 1))

@@ -48,7 +48,8 @@ class Recipe:
 
     steps is the planned number of optimizer steps; the learning rate warms up linearly over warmup_steps, then falls
     to a tenth by a cosine. mtp_passes is how often the MTP layer is unrolled (0 for a model without one) and
-    mtp_weight the factor of its mean loss. bias_update_speed is DeepSeek-V3's gamma, sequence_balance its alpha.
+    mtp_weight the factor of its mean loss, of which the share mtp_distillation is against the target's distribution and
+    the rest against the text. bias_update_speed is DeepSeek-V3's gamma, sequence_balance its alpha.
     patience counts evaluations without a lower held-out loss before training ends. minutes is the model's share when
     several are trained in one budget.
     """
@@ -66,6 +67,7 @@ class Recipe:
     clip_norm: float = 1.0
     mtp_passes: int = 0
     mtp_weight: float = 0.3
+    mtp_distillation: float = 0.5
     bias_update_speed: float = 1e-3
     sequence_balance: float = 1e-4
     eval_every: int = 250
@@ -79,6 +81,8 @@ class Recipe:
                 raise ValueError(f"{name} = {getattr(self, name)}, must be at least 1")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout = {self.dropout}, must be in [0, 1)")
+        if not 0 <= self.mtp_distillation <= 1:
+            raise ValueError(f"mtp_distillation = {self.mtp_distillation}, must be in [0, 1]")
         if self.mtp_passes < 0:
             raise ValueError(f"mtp_passes = {self.mtp_passes}, must be 0 (no MTP layer) or more")
         if self.mtp_passes and self.architecture["model_type"] != "deepseek_v3":
