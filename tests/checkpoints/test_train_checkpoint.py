@@ -214,7 +214,7 @@ def test_a_run_that_was_interrupted_continues_with_resume_only(tmp_path, monkeyp
     assert main(arguments(tmp_path, "--resume")) == 0
     assert (tmp_path / "out" / "evaluation.json").is_file() and not (tmp_path / "out" / "training_state.pt").exists()
     assert main(arguments(tmp_path, "--resume", "--dropout", "0.4")) == 1
-    assert "another config (dropout 0.1 there, 0.4 asked for)" in capsys.readouterr().err
+    assert "another config (dropout 0.2 there, 0.4 asked for)" in capsys.readouterr().err
 
 
 def test_one_failure_leaves_the_other_models_alone(tmp_path, monkeypatch, capsys):

@@ -62,8 +62,8 @@ class Recipe:
     sequence_length: int = 1024
     learning_rate: float = 2e-3
     warmup_steps: int = 200
-    weight_decay: float = 0.1
-    dropout: float = 0.1
+    weight_decay: float = 0.3
+    dropout: float = 0.2
     clip_norm: float = 1.0
     mtp_passes: int = 0
     mtp_weight: float = 0.3
@@ -116,7 +116,6 @@ RECIPES = {
             },
             steps=4000,
             learning_rate=1.5e-3,
-            dropout=0.15,
             minutes=2.5,
         ),
         Recipe(
@@ -132,7 +131,8 @@ RECIPES = {
                 "head_dim": 32,
             },
             steps=6000,
-            dropout=0.0,
+            weight_decay=0.1,
+            dropout=0.05,
             minutes=1.5,
         ),
         Recipe(
