@@ -57,11 +57,11 @@ class Recipe:
     name: str
     description: str
     architecture: dict[str, Any] = field(hash=False)
-    steps: int = 5000
-    batch_size: int = 16
+    steps: int = 3000
+    batch_size: int = 32
     sequence_length: int = 1024
     learning_rate: float = 2e-3
-    warmup_steps: int = 200
+    warmup_steps: int = 150
     weight_decay: float = 0.3
     dropout: float = 0.2
     clip_norm: float = 1.0
@@ -70,7 +70,7 @@ class Recipe:
     mtp_distillation: float = 0.5
     bias_update_speed: float = 1e-3
     sequence_balance: float = 1e-4
-    eval_every: int = 250
+    eval_every: int = 150
     patience: int = 6
     seed: int = 0
     minutes: float = 2.0
@@ -114,7 +114,6 @@ RECIPES = {
                 "num_attention_heads": 4,
                 "num_key_value_heads": 2,
             },
-            steps=4000,
             learning_rate=1.5e-3,
             minutes=2.5,
         ),
@@ -130,7 +129,7 @@ RECIPES = {
                 "num_key_value_heads": 2,
                 "head_dim": 32,
             },
-            steps=6000,
+            steps=5000,
             weight_decay=0.1,
             dropout=0.05,
             minutes=1.5,
