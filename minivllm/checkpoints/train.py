@@ -9,6 +9,7 @@ A GPU is used if there is one. Interrupted runs continue with --resume. Several 
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -77,15 +78,17 @@ def run(options: argparse.Namespace) -> int:
         check_directory(recipe, options.out / recipe.name if several else options.out, options.resume)
     if options.max_minutes is not None and options.max_minutes <= 0:
         raise ValueError(f"--max-minutes {options.max_minutes}: give more than 0")
+    begin = time.monotonic()
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     corpus = prepare_corpus(options.text, options.valid, options.tokenizer, options.vocab_size, device)
     print(f"{len(corpus.train)} tokens to train on, {len(corpus.held_out)} held out, on {device}", file=sys.stderr)
+    minutes = None if options.max_minutes is None else options.max_minutes - (time.monotonic() - begin) / 60
     if not several:
-        train_one(recipes[0], corpus, options.out, options.resume, options.max_minutes)
+        train_one(recipes[0], corpus, options.out, options.resume, minutes)
         if options.pack is not None:
             pack_directory(options.out, options.pack)
         return 0
-    failed = train_all(recipes, corpus, options.out, options.resume, options.max_minutes, options.pack)
+    failed = train_all(recipes, corpus, options.out, options.resume, minutes, options.pack)
     if failed:
         print(f"error: {', '.join(failed)} failed; the others are in {options.out}", file=sys.stderr)
     return 1 if failed else 0

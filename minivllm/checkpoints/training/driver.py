@@ -8,6 +8,7 @@ OUT/                     one model                       OUT/NAME/          one 
 """
 
 import json
+import sys
 import tarfile
 import time
 import traceback
@@ -69,7 +70,9 @@ def train_model(
         _train(recipe, corpus, out, max_minutes, progress_bar)
         state.unlink()
     held_out = Stream(corpus.held_out, recipe.sequence_length)
-    write_json(out / EVALUATION, evaluate_checkpoint(out, corpus.tokenizer, held_out))
+    evaluation = evaluate_checkpoint(out, corpus.tokenizer, held_out)
+    write_json(out / EVALUATION, evaluation)
+    print(f"{recipe.name}: held out {evaluation['held_out']}, chains {evaluation.get('chains')}", file=sys.stderr)
     write_curve(out)
     write_card(out)
 

@@ -135,7 +135,12 @@ class Trainer:
         self.modules.train()
         pending: list[Tensor] = []
         bar = tqdm(
-            total=recipe.steps, initial=progress.step, desc=recipe.name, file=sys.stderr, disable=not progress_bar
+            total=recipe.steps,
+            initial=progress.step,
+            desc=recipe.name,
+            file=sys.stderr,
+            disable=not progress_bar,
+            mininterval=0.1 if sys.stderr.isatty() else 15.0,
         )
         while not progress.stopped:
             share = max(progress.step / recipe.steps, (time.monotonic() - begin) / limit)
