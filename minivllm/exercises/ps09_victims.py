@@ -110,6 +110,9 @@ def judge_plan(expected: Plan, got: Any, inputs: Mapping[str, Any]) -> str | Non
     """Name the first part that is wrong, and what the step would do with it."""
     if not isinstance(got, tuple) or len(got) != 4:
         return f"the answer is a {type(got).__name__}, not the tuple ({', '.join(PARTS)})"
+    for part, kind, value in zip(PARTS, (list, dict, int, int), got, strict=True):
+        if type(value) is not kind:
+            return f"{part} is a {type(value).__name__} ({value!r}), not of type {kind.__name__}"
     victim, running, scheduled = inputs["victim"], inputs["running"], inputs["scheduled"]
     wrong = next((part for part, want, have in zip(PARTS, expected, got, strict=True) if want != have), None)
     if wrong is None:

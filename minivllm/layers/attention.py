@@ -1,12 +1,12 @@
 """The attention layer of a model: stores K and V in the paged cache, then attends over it."""
 
 import torch
-from torch import nn
 
 from minivllm.forward_context import get_forward_context
+from minivllm.layers import Layer
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """Causal attention of one layer over the paged KV cache (MHA, GQA and MQA alike).
 
     Args:

@@ -92,28 +92,31 @@ def _head_norm_and_rotary_kernel(
 
 
 def head_norm_and_rotary(
-    qk: torch.Tensor,
+    heads: torch.Tensor,
     num_q_heads: int,
+    num_k_heads: int,
     weights: tuple[torch.Tensor, torch.Tensor] | None,
     eps: float,
     cos: torch.Tensor,
     sin: torch.Tensor,
 ) -> torch.Tensor:
-    """Normalise (if there are weights for q and k, [head_dim] each) and rotate the heads of qk in place.
+    """Normalise (if there are weights for q and k, [head_dim] each) and rotate the q and k heads in place.
 
-    qk [T, q heads + k heads, head_dim]; cos and signed sin [T, 1, head_dim], as RotaryEmbedding gives them.
+    heads [T, q heads + k heads + any others, head_dim]; cos and signed sin [T, 1, head_dim], as RotaryEmbedding gives
+    them.
     """
     q_weight, k_weight = weights or (None, None)
-    num_tokens, num_heads, head_dim = qk.shape
+    num_tokens, _, head_dim = heads.shape
+    num_heads = num_q_heads + num_k_heads
     if num_tokens:
         launch_kernel(
             _head_norm_and_rotary_kernel, (num_tokens, 1, 1),
-            (qk, q_weight, k_weight, cos, sin),
-            (*qk.stride()[:2], cos.stride(0), sin.stride(0), eps),
+            (heads, q_weight, k_weight, cos, sin),
+            (*heads.stride()[:2], cos.stride(0), sin.stride(0), eps),
             HEADS=num_heads, Q_HEADS=num_q_heads, HALF=head_dim // 2, BLOCK_H=next_power_of_2(num_heads),
             BLOCK=next_power_of_2(head_dim // 2), HAS_NORM=weights is not None,
         )  # fmt: skip
-    return qk
+    return heads
 
 
 @triton.jit

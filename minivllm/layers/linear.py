@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from minivllm.layers import Layer
+
 # oneDNN chooses the layout of a packed weight for an expected number of rows. Measured for float32 and
 # bfloat16 over 1 to 4096 rows: every hint above 1 gives the same speed, a hint of 1 is up to 2.4x slower.
 _EXPECTED_ROWS = 512
@@ -37,16 +39,16 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor | None:
 def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [T, in] times a weight from `pack_weight`, plus bias [out]: [T, out].
 
-    Every row is computed the same way whatever the number of rows, which makes a request's logits independent
-    of its company in the batch. The one exception of oneDNN, a lone float32 row, is computed as two equal
-    rows.
+    In float32 every row is computed the same way whatever the number of rows, which makes a request's logits
+    independent of its company in the batch. The one exception of oneDNN, a lone row, is computed as two equal rows.
+    In bfloat16 that holds on CPUs with AVX-512 but not on those with AMX, where the last bits may differ.
     """
     if x.shape[0] == 1 and x.dtype == torch.float32:
         return packed_linear(x.repeat(2, 1), packed, bias)[:1]
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
-class Linear(nn.Module):
+class Linear(Layer):
     """A linear layer that holds exactly one checkpoint tensor (and one bias)."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
@@ -100,10 +102,6 @@ class QKVLinear(MergedLinear):
         super().__init__(hidden_size, {name: heads * head_dim for name, heads in rows.items()}, bias)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [T, hidden_size] -> (qk [T, num_heads + num_kv_heads, head_dim], v [T, num_kv_heads, head_dim]).
-
-        Both are views of one result. Queries and keys stay together because both are rotated next.
-        """
-        heads = super().forward(x).view(x.shape[0], -1, self.head_dim)
-        return heads.split_with_sizes([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden_size] -> q, k and v heads side by side, [T, num_heads + 2 num_kv_heads, head_dim]."""
+        return super().forward(x).view(x.shape[0], -1, self.head_dim)

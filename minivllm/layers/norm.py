@@ -10,10 +10,10 @@ what travels between pipeline stages.
 import torch
 from torch import nn
 
-from minivllm.layers import use_fused_kernels
+from minivllm.layers import Layer, use_fused_kernels
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     """Root-mean-square normalisation (Zhang and Sennrich, 2019): x / sqrt(mean(x^2) + eps) * weight.
 
     Statistics are taken in float32, and the result is rounded to the input's dtype before the weight is

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minivllm.layers import use_fused_kernels
+from minivllm.layers import Layer, use_fused_kernels, use_plain_attributes
 from minivllm.layers.attention import Attention
 from minivllm.layers.embedding import LMHead, VocabEmbedding
 from minivllm.layers.linear import Linear, MergedLinear, QKVLinear
@@ -27,7 +27,7 @@ from minivllm.layers.rotary import RotaryEmbedding, apply_rotary
 Slots = Iterator[tuple[str, torch.Tensor]]
 
 
-class LlamaAttention(nn.Module):
+class LlamaAttention(Layer):
     """Projections, rotary embedding and attention with grouped KV heads; [T, hidden_size] -> the same."""
 
     def __init__(self, config: Any, name: str, qkv_bias: bool, o_bias: bool, qk_norm: bool) -> None:
@@ -41,22 +41,24 @@ class LlamaAttention(nn.Module):
         self.attn = Attention(name, self.num_heads, self.num_kv_heads, head_dim, scale=head_dim**-0.5)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        qk, v = self.qkv_proj(x)
-        q, k = self._norm_and_rotate(qk, cos, sin).split_with_sizes([self.num_heads, self.num_kv_heads], dim=1)
+        heads = self._norm_and_rotate(self.qkv_proj(x), cos, sin)
+        q, k, v = heads.split_with_sizes([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         return self.o_proj(self.attn(q, k, v).flatten(1))
 
-    def _norm_and_rotate(self, qk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Queries and keys together, [T, num_heads + num_kv_heads, head_dim]."""
-        if use_fused_kernels(qk):
+    def _norm_and_rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Changes the q and k heads of [T, num_heads + 2 num_kv_heads, head_dim] in place, and returns all of it."""
+        num_q, num_k = self.num_heads, self.num_kv_heads
+        if use_fused_kernels(heads):
             from minivllm.layers.fused import head_norm_and_rotary
 
             weights = None if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
             eps = 0.0 if self.q_norm is None else self.q_norm.eps
-            return head_norm_and_rotary(qk, self.num_heads, weights, eps, cos, sin)
+            return head_norm_and_rotary(heads, num_q, num_k, weights, eps, cos, sin)
         if self.q_norm is not None:
-            q, k = qk.split([self.num_heads, self.num_kv_heads], dim=1)
-            qk = torch.cat((self.q_norm.normalise(q), self.k_norm.normalise(k)), dim=1)
-        return apply_rotary(qk, cos, sin)
+            for part, norm in ((heads[:, :num_q], self.q_norm), (heads[:, num_q : num_q + num_k], self.k_norm)):
+                part.copy_(norm.normalise(part))
+        apply_rotary(heads[:, : num_q + num_k], cos, sin)
+        return heads
 
     def slots(self, prefix: str) -> Slots:
         yield from self.qkv_proj.slots(prefix)
@@ -66,7 +68,7 @@ class LlamaAttention(nn.Module):
             yield f"{prefix}.k_norm.weight", self.k_norm.weight
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Layer):
     """down(silu(gate(x)) * up(x)), SwiGLU (Shazeer, 2020); [T, hidden_size] -> the same."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool) -> None:
@@ -89,7 +91,7 @@ class GatedMLP(nn.Module):
         yield from self.down_proj.slots(f"{prefix}.down_proj")
 
 
-class LlamaDecoderLayer(nn.Module):
+class LlamaDecoderLayer(Layer):
     """One block. The sum of hidden and residual is formed by the next norm, wherever that is."""
 
     def __init__(self, config: Any, index: int, qkv_bias: bool, o_bias: bool, qk_norm: bool) -> None:
@@ -173,6 +175,7 @@ class LlamaForCausalLM(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.finalize()
+        use_plain_attributes(self)
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):

@@ -15,7 +15,7 @@ import torch
 
 from minivllm.sample.random import Purpose, uniform
 
-_CHUNK = 256
+_CHUNK = 128
 # Below it, logits divided by the temperature could leave the range of float32; there it is greedy long since.
 _LOWEST_TEMPERATURE = 1e-30
 
@@ -135,8 +135,9 @@ def draw(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """
     num_rows, vocab_size = p.shape
     num_chunks = -(-vocab_size // _CHUNK)
-    padded = torch.nn.functional.pad(p, (0, num_chunks * _CHUNK - vocab_size))
-    chunks = padded.view(num_rows, num_chunks, _CHUNK)
+    if padding := num_chunks * _CHUNK - vocab_size:
+        p = torch.nn.functional.pad(p, (0, padding))
+    chunks = p.view(num_rows, num_chunks, _CHUNK)
     chunk_sums = chunks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     target = u[:, None] * chunk_sums[:, -1:]
     chunk, target = _first_above(chunk_sums, target)

@@ -101,6 +101,7 @@ class SchedulerHistory(RuleBasedStateMachine):
         self.live: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.gave_way: Request | None = None
+        self.made_room: Request | None = None
         self._watch_victims()
         COUNTS["histories"] += 1
         if arrivals == "least urgent first":
@@ -118,9 +119,12 @@ class SchedulerHistory(RuleBasedStateMachine):
             forget(request)
 
         def watched_allocate(plan, request, num_new):
+            num_running = len(self.scheduler.running)
             block_ids = allocate(plan, request, num_new)
             if block_ids is None:
                 self.gave_way = request
+            if len(self.scheduler.running) < num_running:
+                self.made_room = request
             return block_ids
 
         self.manager.forget_last_names = counting_forget
@@ -160,8 +164,8 @@ class SchedulerHistory(RuleBasedStateMachine):
     @rule()
     def submit(self):
         """Plan a step and send it; its results are not known yet."""
-        scheduler, self.gave_way = self.scheduler, None
-        before = [(request, self.could_run(request), request.is_decode) for request in scheduler.running]
+        scheduler, self.gave_way, self.made_room = self.scheduler, None, None
+        before = [(request, self.could_compute(request), request.is_decode) for request in scheduler.running]
         fits_decodes = -(-len(before) // scheduler.pipeline_parallel_size)
         drafted = {request.request_id: request.spec_token_ids for request in scheduler.running}
         message = scheduler.schedule()
@@ -218,10 +222,10 @@ class SchedulerHistory(RuleBasedStateMachine):
             if requests.get(name) is request and name in output.sampled_token_ids
         )
 
-    def could_run(self, request: Request) -> bool:
-        """Whether the request has tokens to compute and no end that is certain already."""
+    def could_compute(self, request: Request) -> int:
+        """Tokens that the request would compute with all the budget; none once its end is certain."""
         num_new = self.scheduler.num_new_tokens(request, request.num_computed_tokens, MAX_MODEL_LEN)
-        return num_new > 0 and not self.is_sure_to_end(request)
+        return 0 if self.is_sure_to_end(request) else max(0, num_new)
 
     def is_sure_to_end(self, request: Request) -> bool:
         """Whether steps ahead of the host bring the last token that the request may have, whatever it is."""
@@ -260,9 +264,10 @@ class SchedulerHistory(RuleBasedStateMachine):
         assert set(before[len(before) - len(victims) :]) == set(victims)
 
     def check_nobody_starves(self, before, scheduled, fits_decodes, has_victims) -> None:
-        """Who runs gets on whenever those before it leave something of the budget."""
+        """Who runs gets on whenever those before it leave something of the budget, and as far as that goes."""
         budget, num_decodes = self.scheduler.max_num_batched_tokens, 0
-        for request, could_run, is_decode in before:
+        budget_is_known = self.made_room is None
+        for request, wanted, is_decode in before:
             if request is self.gave_way:
                 break  # nobody had blocks left to give it: those behind wait a step
             if request.status is RequestStatus.PREEMPTED:
@@ -270,9 +275,14 @@ class SchedulerHistory(RuleBasedStateMachine):
             count = scheduled.get(request.request_id, 0)
             # A victim's place among the decodes can come free after others were left out for lack of it.
             others_turn = is_decode and (num_decodes >= fits_decodes or (has_victims and fits_decodes < len(before)))
-            assert count or not could_run or budget < 1 or others_turn, f"{request.request_id} starves"
+            assert count or not wanted or budget < 1 or others_turn, f"{request.request_id} starves"
+            # Until the last victim had gone, some of the budget may have been its own.
+            if budget_is_known and not others_turn:
+                assert count == min(wanted, budget), f"{request.request_id} gets {count} of {wanted}, {budget} are left"
+                COUNTS["served after somebody gave way"] += bool(count) and self.made_room is not None
             budget -= count
             num_decodes += is_decode and count > 0
+            budget_is_known |= request is self.made_room
 
     @invariant()
     def everything_that_always_holds(self):

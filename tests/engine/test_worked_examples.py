@@ -102,6 +102,22 @@ class TestWhoseTurn:
         assert scheduler.running == [a, b] and len(scheduler.kv_cache_manager.block_ids(b)) == 1
         assert run_step(scheduler, {"a": [7], "b": [7]}).num_scheduled_tokens == {"a": 6, "b": 1}
 
+    def test_who_does_not_fit_stays_at_the_head_until_it_does(self):
+        scheduler = make_scheduler(num_blocks=8, max_model_len=32)
+        started(scheduler, make_request("a", [1] * 20, max_tokens=4))
+        scheduler.add_request(make_request("big", [9] * 20))
+        scheduler.add_request(make_request("small", [8]))
+        for _ in range(3):  # 2 or 3 blocks are free, big needs 5
+            assert run_step(scheduler, {"a": [7]}).num_scheduled_tokens == {"a": 1}
+            assert [request.request_id for request in scheduler.waiting] == ["big", "small"]
+        assert list(scheduler.schedule().num_scheduled_tokens.items()) == [("big", 20), ("small", 1)]
+
+    def test_chunks_on_their_way_bring_no_token_that_an_end_could_be_certain_of(self):
+        """Two chunks of 4 and max_tokens 2: one token is certain after the second chunk, two after one more step."""
+        scheduler = make_scheduler(async_scheduling=True, long_prefill_token_threshold=4)
+        scheduler.add_request(make_request("a", 8, max_tokens=2))
+        assert [scheduler.schedule().num_scheduled_tokens for _ in range(4)] == [{"a": 4}, {"a": 4}, {"a": 1}, {}]
+
     @pytest.mark.parametrize(("num_stages", "sizes"), [(1, [32, 0] * 4), (2, [16] * 8)])
     def test_all_decodes_at_once_leave_every_other_batch_of_two_empty(self, num_stages, sizes):
         """Two batches are in flight: a new one is made before the older one's results are booked."""

@@ -9,7 +9,7 @@ from classroom import read_notebook
 from helpers import make_request, make_scheduler, run_step
 
 from minivllm.engine.messages import ModelRunnerOutput
-from minivllm.exercises import find
+from minivllm.exercises import exercises_of, find
 from minivllm.exercises.ps09_step import Row
 from minivllm.exercises.ps09_victims import Candidate
 
@@ -35,6 +35,39 @@ print(*(name for name in sys.modules if name == "torch" or name.startswith("mini
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     *checked, loaded = run.stdout.splitlines()
     assert len(checked) == 6 and loaded == ""
+
+
+ODD_ANSWERS = [
+    1,
+    True,
+    "a",
+    [],
+    [None],
+    {"a": None},
+    (),
+    (1, 2, 3),
+    ({}, [], []),
+    ({"a": "b"}, ["a", "b"], []),
+    ({"a": float("nan"), 1: 1}, ["a", "b"], []),
+    ({}, ["a"], [["b"], 1]),
+    (12, [90, 5, 9], 3),
+    (12, "ab", None),
+    (None, None, None),
+    ([], {}, 0, 0),
+    (["b", "c", "d"], {"b": 1}, 7, "1"),
+    (["b", "c", "d"], {"b": 1}, 7, None),
+    (["b", "c", "d"], {"b": 1}, float("nan"), 1),
+    ({"b": 1}, ["b"], None, None),
+]
+
+
+@pytest.mark.parametrize("exercise", exercises_of("ps09"), ids=lambda exercise: exercise.name)
+def test_any_wrong_answer_is_answered_with_words(exercise):
+    for case in exercise.cases:
+        expected, inputs = exercise.oracle(*case.args), dict(zip(exercise.parameters, case.args, strict=True))
+        for answer in ODD_ANSWERS:
+            if answer != expected:
+                assert exercise.judge(expected, answer, inputs), (case.args, answer)
 
 
 @pytest.mark.parametrize(

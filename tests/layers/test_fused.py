@@ -65,12 +65,12 @@ def test_heads_are_normalised_and_rotated_like_the_twin(has_norm, num_q, num_k, 
         expected[:, :num_q] = plain_norm(expected[:, :num_q], weights[0], eps)
         expected[:, num_q:] = plain_norm(expected[:, num_q:], weights[1], eps)
     v_before = wide[:, num_q + num_k :].clone()
-    got = head_norm_and_rotary(qk, num_q, weights, eps, cos, sin)
+    got = head_norm_and_rotary(wide, num_q, num_k, weights, eps, cos, sin)[:, : num_q + num_k]
     # The twin rounds after each product, the kernel once at the end.
     error = (got.float() - apply_rotary(expected, cos, sin).float()).abs().max()
     assert error <= 8 * torch.finfo(dtype).eps * max(1.0, float(expected.abs().max()))
     assert torch.equal(wide[:, num_q + num_k :], v_before)
-    assert head_norm_and_rotary(qk[:0], num_q, weights, eps, cos[:0], sin[:0]).shape[0] == 0
+    assert head_norm_and_rotary(qk[:0], num_q, num_k, weights, eps, cos[:0], sin[:0]).shape[0] == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
