@@ -12,6 +12,7 @@ measured in the same run: reads of device memory by a plain kernel, or a large b
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ from minivllm.triton_env import INTERPRET, tl, triton
 
 DTYPE = torch.bfloat16
 _WARMUP, _REPEATS = 5, 50
+_WARMUP_SECONDS = 0.2
 _FLUSH_BYTES = 2**28
 _SAMPLE_ROWS = 64
 
@@ -183,7 +185,7 @@ def measure_ceilings() -> dict[str, float]:
 
 
 def times(call: Callable[[], object]) -> list[float]:
-    """Milliseconds of each of _REPEATS replays of the call, captured in a CUDA graph, with a cold L2 cache."""
+    """Milliseconds of each of _REPEATS replays of the call, captured in a CUDA graph: clocks up, L2 cache cold."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -191,8 +193,12 @@ def times(call: Callable[[], object]) -> list[float]:
         call()
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(_REPEATS)]
-    for _ in range(_WARMUP):
-        graph.replay()
+    # A GPU that has waited for a compiler runs at a lower clock for a while, and a kernel of 150 us would be timed there.
+    until = time.perf_counter() + _WARMUP_SECONDS
+    while time.perf_counter() < until:
+        for _ in range(_WARMUP):
+            graph.replay()
+        torch.cuda.synchronize()
     for start, end in events:
         flush.zero_()
         start.record()
@@ -216,7 +222,11 @@ def measure(case: Case, ceilings: dict[str, float]) -> list[Measurement]:
             print(f"{case.name}: {name} does not take this shape ({str(problem)[:80]!r})", file=sys.stderr)
             continue
         rates = [case.work / ms / divisor for ms in samples]
-        extra = {"microseconds": sorted(samples)[len(samples) // 2] * 1e3, "relative_error": error}
+        extra = {
+            "microseconds": sorted(samples)[len(samples) // 2] * 1e3,
+            "relative_error": error,
+            "warmup_seconds": _WARMUP_SECONDS,
+        }
         if name == "minivllm":
             extra["choice"] = case.choice
         m = Measurement.from_samples(
@@ -246,7 +256,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("bench kernels: needs a GPU: interpreted kernels have no speed worth measuring", file=sys.stderr)
         return 1
     package = Path(__file__).resolve().parents[1]
-    code = describe_code([*sorted((package / "attention").glob("*.py")), package / "triton_env.py"])
+    code = describe_code([*sorted((package / "attention").glob("*.py")), *sorted(package.glob("triton_*.py"))])
     torch.manual_seed(0)
     ceilings = measure_ceilings()
     print("ceilings: " + ", ".join(f"{value:.0f} {unit}" for unit, value in ceilings.items()))
