@@ -193,7 +193,7 @@ def times(call: Callable[[], object]) -> list[float]:
         call()
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(_REPEATS)]
-    # A GPU that has waited for a compiler runs at a lower clock for a while, and a kernel of 150 us would be timed there.
+    # A GPU that has waited for a compiler runs at a lower clock for a while: a kernel of 150 us would be timed there.
     until = time.perf_counter() + _WARMUP_SECONDS
     while time.perf_counter() < until:
         for _ in range(_WARMUP):
