@@ -11,6 +11,7 @@ from typing import Any
 SUPPORTED_DTYPES = ("auto", "float32", "float16", "bfloat16")
 ATTENTION_BACKENDS = ("auto", "reference", "torch", "triton")
 DEFAULT_BLOCK_SIZE = 16
+DEFAULT_MLA_BLOCK_SIZE = 64
 
 
 class ConfigError(ValueError):
@@ -36,7 +37,7 @@ class EngineConfig:
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
     block_size: int | None = None
-    """Tokens in one KV cache block; None means 16."""
+    """Tokens in one KV cache block; None means 16, or 64 where the cache holds latents (MLA)."""
     num_gpu_blocks_override: int | None = None
     """Number of KV cache blocks; None measures the free memory (of a CPU too)."""
     gpu_memory_utilization: float = 0.9
@@ -134,9 +135,10 @@ class EngineConfig:
             )
         _check_in("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
 
-    def resolved_block_size(self) -> int:
-        """Tokens a block holds."""
-        return DEFAULT_BLOCK_SIZE if self.block_size is None else self.block_size
+    def resolved_block_size(self, is_mla: bool = False) -> int:
+        """Tokens a block holds, in a cache of K and V or of latents."""
+        default = DEFAULT_MLA_BLOCK_SIZE if is_mla else DEFAULT_BLOCK_SIZE
+        return default if self.block_size is None else self.block_size
 
     def resolve_max_model_len(self, longest_context: int) -> int:
         """The longest request, prompt and output together, given what the model was trained for.

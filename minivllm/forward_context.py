@@ -19,7 +19,7 @@ class ForwardContext:
     """One forward pass.
 
     `kv_caches` maps an attention layer's name to its caches of K and V, [num_blocks, block_size, num_kv_heads,
-    head_dim] each.
+    head_dim] each, or to its one cache of latents (MLA), [num_blocks, block_size, 1, d_c + d_r].
     """
 
     attention_metadata: "AttentionMetadata"

@@ -65,7 +65,7 @@ class LLM:
         self.model_runner = ModelRunner(self.config, str(path))
         runner = self.model_runner
         self.max_model_len = runner.max_model_len
-        self.engine = EngineCore(self.config, runner, runner.num_blocks, self.max_model_len)
+        self.engine = EngineCore(self.config, runner, runner.num_blocks, self.max_model_len, runner.block_size)
         self._prompt_reader = PromptReader(
             self.tokenizer, runner.vocab_size, self.max_model_len, runner.num_blocks * runner.block_size
         )

@@ -93,3 +93,8 @@ def test_max_model_len_is_the_models_own_unless_a_shorter_one_is_asked_for():
 def test_a_config_error_is_a_value_error():
     with pytest.raises(ValueError):
         EngineConfig("m", block_size=0)
+
+
+def test_blocks_of_latents_are_larger_unless_told_otherwise():
+    assert EngineConfig("m").resolved_block_size(is_mla=True) == 64
+    assert EngineConfig("m", block_size=32).resolved_block_size(is_mla=True) == 32

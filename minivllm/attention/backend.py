@@ -12,6 +12,8 @@ between steps but scratch memory, so one object serves all layers. In the Triton
     decode rows          few queries, long context, bound by memory      paged_attention
     whole prompts        K and V are at hand, nothing to look up         flash_attn_varlen_func
     chunks, prefix hits  many queries, part of the context in pages      paged_attention
+
+Latent attention (MLA) has backends of its own under the same names: `latent.py`.
 """
 
 import importlib.util
@@ -184,15 +186,19 @@ def choose_backend(requested: str, device: torch.device, head_dim: int, block_si
         ConfigError: the environment variable names a backend that does not exist, or the one that was asked for
             cannot serve the model.
     """
+    return _BACKENDS[resolve_backend_name(requested, device, _triton_obstacle(head_dim, block_size))]()
+
+
+def resolve_backend_name(requested: str, device: torch.device, triton_obstacle: str | None) -> str:
+    """The name of the backend; `triton_obstacle` says why Triton cannot serve the model, or is None if it can."""
     name = requested if requested != "auto" else os.environ.get(ENVIRONMENT_VARIABLE, "auto")
-    obstacle = _triton_obstacle(head_dim, block_size)
     if name == "auto":
-        name = "triton" if device.type == "cuda" and obstacle is None else "torch"
+        name = "triton" if device.type == "cuda" and triton_obstacle is None else "torch"
     if name not in _BACKENDS:
         raise ConfigError(f"{ENVIRONMENT_VARIABLE} must be one of auto, {', '.join(_BACKENDS)}, not {name!r}")
-    if name == "triton" and obstacle is not None:
-        raise ConfigError(f"attention_backend='triton' {obstacle}")
-    return _BACKENDS[name]()
+    if name == "triton" and triton_obstacle is not None:
+        raise ConfigError(f"attention_backend='triton' {triton_obstacle}")
+    return name
 
 
 def _triton_obstacle(head_dim: int, block_size: int) -> str | None:

@@ -33,20 +33,28 @@ class EngineCore:
         worker: runs the steps.
         num_blocks: KV cache blocks that the worker has allocated.
         max_model_len: longest request in tokens, after the model and the pool had their say.
+        block_size: tokens in one of the worker's blocks; None: as the config says.
     """
 
-    def __init__(self, config: EngineConfig, worker: Worker, num_blocks: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        worker: Worker,
+        num_blocks: int,
+        max_model_len: int,
+        block_size: int | None = None,
+    ) -> None:
         self.config = config
         self.worker = worker
         self.num_blocks = num_blocks
         self.max_model_len = max_model_len
+        self.block_size = config.resolved_block_size() if block_size is None else block_size
         self.scheduler = self._make_scheduler()
 
     def _make_scheduler(self) -> Scheduler:
         config = self.config
-        block_size = config.resolved_block_size()
         return Scheduler(
-            KVCacheManager(self.num_blocks, block_size, self.max_model_len, config.enable_prefix_caching),
+            KVCacheManager(self.num_blocks, self.block_size, self.max_model_len, config.enable_prefix_caching),
             max_model_len=self.max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,

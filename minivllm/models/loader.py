@@ -11,7 +11,7 @@ tensor.
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -51,12 +51,24 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
+def tensor_names(directory: Path) -> frozenset[str]:
+    """All names in a checkpoint. Raises CheckpointError as `load_weights` does."""
+    names: set[str] = set()
+    for path in weight_files(directory):
+        try:
+            with safe_open(path, framework="pt") as file:
+                names.update(file.keys())
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is not a readable safetensors file ({error}): download it again") from None
+    return frozenset(names)
+
+
 def load_weights(
-    slots: Iterable[tuple[str, torch.Tensor]], directory: Path, ignored: frozenset[str] = frozenset()
+    slots: Iterable[tuple[str, torch.Tensor]], directory: Path, is_unused: Callable[[str], bool] = lambda name: False
 ) -> None:
     """Copies every tensor of the checkpoint into the slot of its name, in the slot's dtype and device.
 
-    `ignored` names tensors that may be there without a slot (the head's, when it is tied). Raises
+    `is_unused` tells whether a name may be there without a slot (the head's, when it is tied). Raises
     CheckpointError that lists missing, unexpected and wrongly shaped tensors, or that names an unreadable
     file.
     """
@@ -70,7 +82,7 @@ def load_weights(
                 for name in file.keys():  # noqa: SIM118 (a safe_open handle is no dict)
                     slot = waiting.get(name)
                     if slot is None:
-                        if name not in ignored and not _UNUSED.fullmatch(name):
+                        if not is_unused(name) and not _UNUSED.fullmatch(name):
                             unexpected.append(name)
                         continue
                     filled.add(name)

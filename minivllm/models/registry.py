@@ -3,13 +3,14 @@
     load_config(path)        config.json -> Hugging Face config of an architecture that we know
     resolve_dtype(...)       what the user asked for, the device and the checkpoint -> torch.dtype
     load_model(path, ...)    all of it: build, fill, finalize
+    load_mtp(path, ...)      the multi-token prediction layers of the same checkpoint, for those who ask for them
 
 transformers parses config.json (it knows the defaults of every model family, and old spellings); it is
 imported on first use, because that takes seconds.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,8 +19,10 @@ import torch
 from torch import nn
 
 from minivllm.checkpoints.errors import CheckpointError
+from minivllm.models.deepseek import DeepseekForCausalLM, DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, mtp_prefixes
+from minivllm.models.deepseek_mtp import DeepseekMTP
 from minivllm.models.llama import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
-from minivllm.models.loader import fill_dummy, load_weights
+from minivllm.models.loader import fill_dummy, load_weights, tensor_names
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -28,6 +31,8 @@ ARCHITECTURES: dict[str, type[nn.Module]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
+    "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOAD_FORMATS = ("auto", "dummy")
@@ -103,10 +108,69 @@ def load_model(
     if load_format == "dummy":
         fill_dummy(model, seed)
     else:
-        ignored = frozenset({"lm_head.weight"}) if config.tie_word_embeddings else frozenset()
-        load_weights(model.slots(), directory, ignored)
+
+        def is_unused(name: str) -> bool:
+            is_tied_head = config.tie_word_embeddings and name == "lm_head.weight"
+            return is_tied_head or (isinstance(model, DeepseekForCausalLM) and model.is_unused(config, name))
+
+        _load_or_explain(model, model.slots(), config, directory, is_unused)
     model.finalize()
     return model, config
+
+
+def load_mtp(
+    model_path: str | Path, target: nn.Module, config: "PretrainedConfig", load_format: str = "auto", seed: int = 0
+) -> DeepseekMTP:
+    """The MTP layers of `target`'s checkpoint, on its device and in its dtype; target and config as `load_model` gave.
+
+    Raises CheckpointError, by name, where the architecture, the config or the checkpoint has no such layers.
+    """
+    directory = Path(model_path)
+    prefixes = mtp_prefixes(config) if isinstance(target, DeepseekForCausalLM) else ()
+    if not prefixes:
+        raise CheckpointError(
+            f"{directory} has no MTP layers (multi-token prediction): its config.json says architecture "
+            f"{config.architectures[0]!r}, num_nextn_predict_layers "
+            f"{getattr(config, 'num_nextn_predict_layers', None)}; use another way of speculation, or none"
+        )
+    if load_format == "dummy":
+        names = frozenset(
+            prefix + own for prefix in prefixes for own in ("embed_tokens.weight", "shared_head.head.weight")
+        )
+    else:
+        names = tensor_names(directory)
+        absent = [prefix for prefix in prefixes if not any(name.startswith(prefix) for name in names)]
+        if absent:
+            raise CheckpointError(
+                f"{directory} has no MTP layers: config.json says num_nextn_predict_layers {len(prefixes)}, but no "
+                f"tensor's name begins with {absent[0]!r}; use another way of speculation, or none"
+            )
+    weight = target.embed_tokens.weight
+    with _defaults(weight.dtype, weight.device):
+        mtp = DeepseekMTP(config, target, names).eval()
+    if load_format == "dummy":
+        fill_dummy(mtp, seed)
+    else:
+        _load_or_explain(target, mtp.slots(), config, directory, lambda name: not name.startswith(prefixes))
+    mtp.finalize()
+    return mtp
+
+
+def _load_or_explain(
+    model: nn.Module,
+    slots: Iterator[tuple[str, torch.Tensor]],
+    config: "PretrainedConfig",
+    directory: Path,
+    is_unused: Callable[[str], bool],
+) -> None:
+    """load_weights; where shapes do not fit, the error says from which settings the expected ones follow."""
+    try:
+        load_weights(slots, directory, is_unused)
+    except CheckpointError as error:
+        if "wrong shape" in str(error) and isinstance(model, DeepseekForCausalLM):
+            settings = model.describe_shapes(config)
+            raise CheckpointError(f"{error}. Shapes follow from config.json: {settings}") from None
+        raise
 
 
 @contextmanager

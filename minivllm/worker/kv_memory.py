@@ -21,8 +21,32 @@ CPU_CACHE_LIMIT = 4 * GIB
 
 
 @dataclass(frozen=True)
+class LatentCacheSpec:
+    """The shape of a cache of latents (MLA), over all layers: one row a token and layer, for all heads."""
+
+    num_layers: int
+    block_size: int
+    row_size: int
+    """d_c + d_r, or bytes in FP8."""
+    bytes_per_element: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Latents and rotary keys of one token in all layers."""
+        return self.num_layers * self.row_size * self.bytes_per_element
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.block_size * self.bytes_per_token
+
+    def layer_shape(self, num_blocks: int) -> tuple[int, int, int, int]:
+        """[num_blocks, block_size, 1, row_size]."""
+        return num_blocks, self.block_size, 1, self.row_size
+
+
+@dataclass(frozen=True)
 class KVCacheSpec:
-    """The shape of the cache, over all layers."""
+    """The shape of a cache of K and V, over all layers."""
 
     num_layers: int
     block_size: int
@@ -46,7 +70,7 @@ class KVCacheSpec:
 
 def count_blocks(
     config: EngineConfig,
-    spec: KVCacheSpec,
+    spec: KVCacheSpec | LatentCacheSpec,
     max_model_len: int,
     device: torch.device,
     measure_activations: Callable[[], int],
@@ -73,7 +97,7 @@ def count_blocks(
     return num_blocks
 
 
-def _check_fits(config: EngineConfig, spec: KVCacheSpec, num_blocks: int) -> None:
+def _check_fits(config: EngineConfig, spec: KVCacheSpec | LatentCacheSpec, num_blocks: int) -> None:
     if num_blocks < 1:
         raise ConfigError(
             f"there is no room for the KV cache: one block of {spec.block_size} tokens takes "

@@ -8,16 +8,19 @@ import numpy as np
 import torch
 
 from minivllm.attention.backend import choose_backend
+from minivllm.attention.latent import choose_latent_backend, resolve_latent_cache
+from minivllm.attention.latent_backend import SkippedLatentAttention
 from minivllm.attention.metadata import AttentionMetadata
 from minivllm.config import ConfigError, EngineConfig
 from minivllm.engine.messages import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from minivllm.forward_context import ForwardContext, set_forward_context
+from minivllm.layers.mla import MLAttention
 from minivllm.models.registry import load_model, resolve_dtype
 from minivllm.sample.logprobs import gather_logprobs
 from minivllm.sample.sampler import PenaltyRow, Sampler, SamplingMetadata
 from minivllm.worker.batch import PersistentBatch, RequestState
 from minivllm.worker.inputs import StepInputs, copy_to_device, prepare_inputs
-from minivllm.worker.kv_memory import KVCacheSpec, count_blocks
+from minivllm.worker.kv_memory import KVCacheSpec, LatentCacheSpec, count_blocks
 
 _PROMPT_LOGPROBS_ROWS = 256
 """Logits of so many prompt rows at a time: all rows of a long prompt times a large vocabulary would not fit."""
@@ -33,13 +36,13 @@ class ModelRunner:
     Attributes:
         max_model_len: longest request in tokens; lowered to what the cache holds where the config left it open.
         num_blocks: KV cache blocks.
-        kv_caches: for each attention layer [2, num_blocks, block_size, num_kv_heads, head_dim].
+        kv_caches: for each attention layer [2, num_blocks, block_size, num_kv_heads, head_dim], or the latents of MLA
+            [num_blocks, block_size, 1, d_c + d_r].
     """
 
     def __init__(self, config: EngineConfig, model_path: str) -> None:
         self.config = config
         self.device = resolve_device(config.device)
-        self.block_size = config.resolved_block_size()
         self.model, self.hf_config = load_model(
             model_path, self.device, config.dtype, config.load_format, config.max_model_len, config.seed
         )
@@ -47,12 +50,17 @@ class ModelRunner:
         self.vocab_size = self.hf_config.vocab_size
         self.max_model_len = config.resolve_max_model_len(self.hf_config.max_position_embeddings)
         first = self.model.attention_layers()[0]
-        self.attention_backend = choose_backend(config.attention_backend, self.device, first.head_dim, self.block_size)
-        self.kv_cache_dtype = resolve_kv_cache_dtype(config.kv_cache_dtype, self.dtype, self.attention_backend.name)
+        self.is_mla = isinstance(first, MLAttention)
+        self.block_size = config.resolved_block_size(self.is_mla)
+        asked = config.attention_backend, self.device
+        if self.is_mla:
+            self.attention_backend = choose_latent_backend(*asked, first, self.block_size)
+        else:
+            self.attention_backend = choose_backend(*asked, first.head_dim, self.block_size)
         self.sampler = Sampler()
         self.kv_caches: dict[str, torch.Tensor] = {}
         self._allocate_kv_cache()
-        self._caches_by_layer = {name: tuple(cache) for name, cache in self.kv_caches.items()}
+        self._caches_by_layer = {name: cache if self.is_mla else tuple(cache) for name, cache in self.kv_caches.items()}
         self.reset()
 
     def reset(self) -> None:
@@ -61,13 +69,21 @@ class ModelRunner:
 
     def _allocate_kv_cache(self) -> None:
         layers = self.model.attention_layers()
-        spec = KVCacheSpec(
-            num_layers=len(layers),
-            block_size=self.block_size,
-            num_kv_heads=layers[0].num_kv_heads,
-            head_dim=layers[0].head_dim,
-            bytes_per_element=self.kv_cache_dtype.itemsize,
-        )
+        asked = self.config.kv_cache_dtype, self.dtype, self.attention_backend.name
+        spec: KVCacheSpec | LatentCacheSpec
+        if self.is_mla:
+            self.kv_cache_dtype, row_size = resolve_latent_cache(*asked, layers[0])
+            spec = LatentCacheSpec(len(layers), self.block_size, row_size, self.kv_cache_dtype.itemsize)
+        else:
+            self.kv_cache_dtype = resolve_kv_cache_dtype(*asked)
+            spec = KVCacheSpec(
+                num_layers=len(layers),
+                block_size=self.block_size,
+                num_kv_heads=layers[0].num_kv_heads,
+                head_dim=layers[0].head_dim,
+                bytes_per_element=self.kv_cache_dtype.itemsize,
+            )
+        self.kv_cache_spec = spec
         self.num_blocks = count_blocks(self.config, spec, self.max_model_len, self.device, self._measure_activations)
         capacity = self.num_blocks * self.block_size
         if self.config.max_model_len is None:
@@ -84,7 +100,10 @@ class ModelRunner:
         num_requests = min(self.config.max_num_seqs, num_tokens)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        context = ForwardContext(AttentionMetadata(torch.empty(0), None, None), _SkippedAttention())
+        context = ForwardContext(
+            AttentionMetadata(torch.empty(0), None, None),
+            SkippedLatentAttention() if self.is_mla else _SkippedAttention(),
+        )
         context.kv_caches = dict.fromkeys((layer.layer_name for layer in self.model.attention_layers()), None)
         with torch.inference_mode(), set_forward_context(context):
             input_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)

@@ -1,0 +1,104 @@
+"""The mixture-of-experts layer of DeepSeek: router, routed experts, and shared experts that every token visits.
+
+    hidden [T, H] --router, float32--> router_logits [T, E]
+    RoutedExperts(hidden, router_logits) + shared(hidden)                     [T, H]
+
+The router works in float32 whatever the model's dtype: a choice between experts is a step, and rounding moves steps.
+`RoutedExperts` is the seam where faster kernels go in: all that it needs is hidden states, logits and its own name.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from minivllm.moe.experts import run_experts
+from minivllm.moe.routing import Routing
+
+Slots = Iterator[tuple[str, torch.Tensor]]
+
+
+class Router(nn.Module):
+    """Scores of all experts for each token, and the bias of V3 that takes part in the choice only."""
+
+    def __init__(self, hidden_size: int, num_experts: int, has_bias: bool) -> None:
+        super().__init__()
+        weight = torch.empty(num_experts, hidden_size, dtype=torch.float32)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        bias = torch.zeros(num_experts, dtype=torch.float32) if has_bias else None
+        self.e_score_correction_bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, H] -> logits [T, E] float32."""
+        return F.linear(x.float(), self.weight)
+
+    def slots(self, prefix: str) -> Slots:
+        yield f"{prefix}.weight", self.weight
+        if self.e_score_correction_bias is not None:
+            yield f"{prefix}.e_score_correction_bias", self.e_score_correction_bias
+
+
+class RoutedExperts(nn.Module):
+    """E gated MLPs, of which each token visits top_k.
+
+    Weights of all experts lie in two tensors, gate_up [E, 2 I, H] and down [E, H, I]; a checkpoint holds three tensors
+    an expert, and each is loaded into its part of them.
+    """
+
+    def __init__(
+        self,
+        layer_name: str,
+        routing: Routing,
+        bias: torch.Tensor | None,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+    ) -> None:
+        super().__init__()
+        self.layer_name, self.routing, self._bias = layer_name, routing, bias
+        gate_up = torch.empty(num_experts, 2 * intermediate_size, hidden_size)
+        self.gate_up = nn.Parameter(gate_up, requires_grad=False)
+        down = torch.empty(num_experts, hidden_size, intermediate_size)
+        self.down = nn.Parameter(down, requires_grad=False)
+
+    def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
+        """[T, H] and [T, E] float32 -> [T, H]."""
+        weights, ids = self.routing(router_logits, self._bias)
+        return run_experts(hidden_states, weights, ids, self.gate_up, self.down)
+
+    def slots(self, prefix: str) -> Slots:
+        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            gate, up = gate_up.chunk(2)
+            yield f"{prefix}.{expert}.gate_proj.weight", gate
+            yield f"{prefix}.{expert}.up_proj.weight", up
+            yield f"{prefix}.{expert}.down_proj.weight", down
+
+
+class MoE(nn.Module):
+    """Router, routed experts and shared experts (`shared`, one gated MLP as wide as all of them; None: none)."""
+
+    def __init__(
+        self,
+        layer_name: str,
+        routing: Routing,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        shared: nn.Module | None,
+    ) -> None:
+        super().__init__()
+        self.gate = Router(hidden_size, num_experts, has_bias=routing.method == "noaux_tc")
+        bias = self.gate.e_score_correction_bias
+        self.experts = RoutedExperts(layer_name, routing, bias, num_experts, hidden_size, intermediate_size)
+        self.shared_experts = shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.experts(x, self.gate(x))
+        return out if self.shared_experts is None else out.add_(self.shared_experts(x))
+
+    def slots(self, prefix: str) -> Slots:
+        yield from self.gate.slots(f"{prefix}.gate")
+        yield from self.experts.slots(f"{prefix}.experts")
+        if self.shared_experts is not None:
+            yield from self.shared_experts.slots(f"{prefix}.shared_experts")
