@@ -236,5 +236,7 @@ class KVCacheManager:
         for block in pool.blocks:
             assert named.get(block.block_id) == block.block_hash, f"block {block.block_id}: stale hash"
         for request_id, table in self._tables.items():
+            twice = [block_id for block_id, count in Counter(b.block_id for b in table.blocks).items() if count > 1]
+            assert not twice, f"{request_id}: block {twice[0]} stands twice in its table"
             names = [block.block_hash is not None for block in table.blocks]
             assert names == [index < table.num_named for index in range(len(names))], f"{request_id}: names amiss"

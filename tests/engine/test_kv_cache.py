@@ -495,6 +495,13 @@ def two_tables_with_an_unnamed_block(kv):
     kv._tables["thief"] = BlockTable([block])
 
 
+def one_table_with_a_block_twice(kv):
+    block = kv._tables["a"].blocks[0]
+    block.ref_count = 2
+    kv._tables["a"].blocks.append(block)
+    kv._tables["a"].num_named = len(kv._tables["a"].blocks)
+
+
 @pytest.mark.parametrize(
     "corrupt",
     [
@@ -506,6 +513,7 @@ def two_tables_with_an_unnamed_block(kv):
         name_forgotten_by_the_block,
         name_of_another_block,
         two_tables_with_an_unnamed_block,
+        one_table_with_a_block_twice,
     ],
 )
 def test_check_invariants_sees_corruption(corrupt):
