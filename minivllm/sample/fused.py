@@ -17,7 +17,7 @@ from minivllm.sample.random import Purpose
 from minivllm.triton_env import tl, triton
 from minivllm.triton_launch import launch_kernel
 
-_BLOCK = 8192
+_BLOCK, _LEAST_BLOCK = 8192, 128
 _LOG2E = tl.constexpr(1.4426950408889634)
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _MULTIPLIER_1 = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -112,6 +112,6 @@ def sample_rows(
             _sample_kernel, (num_rows, 1, 1),
             (logits, temperature, seeds, positions, out), (logits.stride(0), vocab_size, lowest),
             num_warps=8,
-            PURPOSE=int(Purpose.SAMPLE), NUM_PURPOSES=len(Purpose), BLOCK=min(_BLOCK, next_power_of_2(vocab_size)),
+            PURPOSE=int(Purpose.SAMPLE), NUM_PURPOSES=len(Purpose), BLOCK=min(_BLOCK, max(_LEAST_BLOCK, next_power_of_2(vocab_size))),
         )  # fmt: skip
     return out

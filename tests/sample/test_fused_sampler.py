@@ -63,11 +63,11 @@ def test_a_tiny_temperature_is_greedy_and_nothing_overflows():
 
 
 def test_a_token_without_probability_is_never_drawn(monkeypatch):
-    monkeypatch.setattr(fused, "_BLOCK", 16)
-    logits = torch.full((200, 64), float("-inf"), device=DEVICE)
-    logits[:, [3, 40]] = 0.0
+    monkeypatch.setattr(fused, "_BLOCK", 128)
+    logits = torch.full((200, 512), float("-inf"), device=DEVICE)
+    logits[:, [3, 300]] = 0.0
     token_ids = sample_rows(logits, torch.ones(200, device=DEVICE), *rows(200), LOWEST)
-    assert set(token_ids.tolist()) == {3, 40}
+    assert set(token_ids.tolist()) == {3, 300}
 
 
 def test_rows_of_a_wider_tensor_and_no_rows():
