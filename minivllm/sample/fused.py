@@ -106,12 +106,13 @@ def sample_rows(
         [B] int64.
     """
     num_rows, vocab_size = logits.shape
-    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    if num_rows:
+    out = torch.zeros(num_rows, dtype=torch.int64, device=logits.device)
+    if num_rows and vocab_size > 1:
+        block = min(_BLOCK, max(_LEAST_BLOCK, next_power_of_2(vocab_size)))
         launch_kernel(
             _sample_kernel, (num_rows, 1, 1),
             (logits, temperature, seeds, positions, out), (logits.stride(0), vocab_size, lowest),
             num_warps=8,
-            PURPOSE=int(Purpose.SAMPLE), NUM_PURPOSES=len(Purpose), BLOCK=min(_BLOCK, max(_LEAST_BLOCK, next_power_of_2(vocab_size))),
+            PURPOSE=int(Purpose.SAMPLE), NUM_PURPOSES=len(Purpose), BLOCK=block,
         )  # fmt: skip
     return out
