@@ -62,9 +62,7 @@ class Sampler:
 
     def __call__(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
         """logits [B, V] float32 (may be overwritten) -> token ids [B] int64."""
-        logits = apply_penalties(logits, metadata.penalties)
-        for row, token_ids in metadata.banned_token_ids:
-            logits[row, token_ids] = float("-inf")
+        logits = process(logits, metadata)
         if metadata.all_greedy:
             return logits.argmax(dim=-1)
         u = uniform(metadata.seeds, metadata.positions, Purpose.SAMPLE)
@@ -72,6 +70,14 @@ class Sampler:
         if metadata.all_random:
             return sampled
         return torch.where(metadata.temperature == 0, logits.argmax(dim=-1), sampled)
+
+
+def process(logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+    """Penalties and min_tokens, in place: what greedy rows take the argmax of."""
+    logits = apply_penalties(logits, metadata.penalties)
+    for row, token_ids in metadata.banned_token_ids:
+        logits[row, token_ids] = float("-inf")
+    return logits
 
 
 def apply_penalties(logits: torch.Tensor, rows: list[PenaltyRow]) -> torch.Tensor:
