@@ -44,7 +44,7 @@ def disjoint() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def emitted(p: torch.Tensor, q: torch.Tensor | None, num_drafts: int) -> torch.Tensor:
-    """[NUM_DRAWS, num_drafts + 1] what requests that stand at token 0 emit, drafts drawn from q or, for None, greedy."""
+    """[NUM_DRAWS, num_drafts + 1] what requests at token 0 emit; drafts are drawn from q or, for None, greedy."""
     seeds = torch.arange(NUM_DRAWS)
     context, drafts = torch.zeros(NUM_DRAWS, dtype=torch.int64), []
     contexts = [context]
