@@ -18,14 +18,15 @@ from minivllm.layers.mla import MLAttention
 from minivllm.models.registry import load_model, resolve_dtype
 from minivllm.sample.logprobs import gather_logprobs
 from minivllm.sample.rejection import RejectionSampler
-from minivllm.sample.sampler import PenaltyRow, Sampler, SamplingMetadata
+from minivllm.sample.sampler import Sampler
 from minivllm.speculate.choose import make_proposer
 from minivllm.speculate.drafter import CachedProposer
 from minivllm.speculate.proposer import VerifiedStep
-from minivllm.worker.batch import PersistentBatch, RequestState
-from minivllm.worker.inputs import StepInputs, copy_to_device, prepare_inputs, ranges
+from minivllm.worker.batch import PersistentBatch
+from minivllm.worker.inputs import StepInputs, prepare_inputs, ranges
 from minivllm.worker.kv_memory import JointCacheSpec, count_blocks
 from minivllm.worker.paged_cache import PagedCache
+from minivllm.worker.sampling_inputs import SamplingInputs
 
 _PROMPT_LOGPROBS_ROWS = 256
 """Logits of so many prompt rows at a time: all rows of a long prompt times a large vocabulary would not fit."""
@@ -68,6 +69,7 @@ class ModelRunner:
     def reset(self) -> None:
         """Forget all requests."""
         self.batch = PersistentBatch(self.config.max_num_seqs, self.max_model_len, self.block_size)
+        self.sampling_inputs = SamplingInputs(self.batch, self.vocab_size, self.device)
 
     def _allocate_kv_cache(self) -> None:
         caches = [self.cache]
@@ -149,9 +151,10 @@ class ModelRunner:
         logits = raw_logits.clone() if wanted else raw_logits
         cu_rows = np.append(0, (inputs.num_drafts + 1).cumsum())
         if inputs.num_drafts.any():
-            token_ids = self._verify(inputs, states, rows, logits, cu_rows)
+            draft_rows = self.sampling_inputs.draft_rows(states, rows, inputs.num_drafts, cu_rows)
+            token_ids = self.rejection_sampler(logits, **vars(draft_rows))
         else:
-            token_ids = self.sampler(logits, self._sampling_metadata(states, rows))[:, None]
+            token_ids = self.sampler(logits, self.sampling_inputs.metadata(states, rows))[:, None]
         on_host = token_ids.cpu().numpy()
         num_emitted = (on_host >= 0).sum(axis=1)
         for index, state in enumerate(states):
@@ -172,116 +175,6 @@ class ModelRunner:
             for state, tokens, count in zip(states, on_host, num_emitted, strict=True)
         }
         return num_emitted
-
-    def _verify(
-        self,
-        inputs: StepInputs,
-        states: list[RequestState],
-        rows: np.ndarray,
-        logits: torch.Tensor,
-        cu_rows: np.ndarray,
-    ) -> torch.Tensor:
-        """Hold the drafts against the target's logits: [S, k + 1] int64, -1 after the last token emitted."""
-        num_rows, max_drafts = inputs.num_drafts + 1, int(inputs.num_drafts.max())
-        row_of_logits, offset = rows.repeat(num_rows), ranges(np.zeros_like(num_rows), num_rows)
-        is_draft = np.ones(len(row_of_logits), dtype=bool)
-        is_draft[cu_rows[1:] - 1] = False
-        draft_ids = np.full(len(row_of_logits), -1, dtype=np.int64)
-        places = (self.batch.num_tokens[row_of_logits] + offset)[is_draft]
-        draft_ids[is_draft] = self.batch.token_ids[row_of_logits[is_draft], places]
-        on_device = copy_to_device({"draft_ids": draft_ids, "cu_rows": cu_rows}, self.device)
-        of_row = [state for state, count in zip(states, num_rows, strict=True) for _ in range(count)]
-        drafts_before = [
-            self.batch.token_ids[row, self.batch.num_tokens[row] : self.batch.num_tokens[row] + count].tolist()
-            for row, count in zip(row_of_logits, offset, strict=True)
-        ]
-        metadata = self._sampling_metadata(of_row, row_of_logits, offset, drafts_before)
-        q = self._draft_probabilities(states, inputs.num_drafts, on_device["draft_ids"], cu_rows, logits.shape[1])
-        return self.rejection_sampler(logits, metadata, on_device["draft_ids"], on_device["cu_rows"], max_drafts, q)
-
-    def _draft_probabilities(
-        self,
-        states: list[RequestState],
-        num_drafts: np.ndarray,
-        draft_ids: torch.Tensor,
-        cu_rows: np.ndarray,
-        vocab_size: int,
-    ) -> torch.Tensor | None:
-        """[N, V] what the drafts were drawn from, one-hot for those that were not; None if no draft was drawn."""
-        if all(state.draft_probs is None for state in states):
-            return None
-        q = torch.zeros(len(draft_ids), vocab_size, device=self.device)
-        q.scatter_(1, draft_ids.clamp(min=0)[:, None], 1.0)
-        for state, start, count in zip(states, cu_rows, num_drafts, strict=False):
-            if state.draft_probs is not None:
-                q[start : start + count] = state.draft_probs[:count]
-        return q
-
-    def _sampling_metadata(
-        self,
-        states: list[RequestState],
-        rows: np.ndarray,
-        offset: np.ndarray | int = 0,
-        drafts_before: list[list[int]] | None = None,
-    ) -> SamplingMetadata:
-        """What each row asks for; a row that verifies draft `offset` counts the drafts before it as outputs."""
-        batch = self.batch
-        temperature, top_k = batch.temperature[rows], batch.top_k[rows]
-        is_random = temperature > 0
-        random_top_k = top_k[is_random]
-        num_outputs = (batch.num_tokens[rows] - batch.num_prompt_tokens[rows] + offset).tolist()
-        tensors = copy_to_device(
-            {
-                "temperature": temperature,
-                "top_k": top_k,
-                "top_p": batch.top_p[rows],
-                "min_p": batch.min_p[rows],
-                "seeds": batch.seeds[rows],
-                "positions": batch.num_tokens[rows] + offset,
-            },
-            self.device,
-        )
-        return SamplingMetadata(
-            **tensors,
-            all_greedy=not is_random.any(),
-            all_random=bool(is_random.all()),
-            max_top_k=int(random_top_k.max()) if random_top_k.size and random_top_k.all() else 0,
-            any_top_k=bool(random_top_k.any()),
-            any_top_p=bool((batch.top_p[rows] < 1)[is_random].any()),
-            any_min_p=bool((batch.min_p[rows] > 0)[is_random].any()),
-            penalties=[
-                self._penalty_row(index, state, drafts_before[index] if drafts_before else [])
-                for index, state in enumerate(states)
-                if state.sampling_params.has_penalties
-            ],
-            banned_token_ids=[
-                (index, sorted(state.stop_token_ids))
-                for index, state in enumerate(states)
-                if state.stop_token_ids and num_outputs[index] < state.sampling_params.min_tokens
-            ],
-        )
-
-    def _penalty_row(self, index: int, state: RequestState, drafts_before: list[int]) -> PenaltyRow:
-        """Counts are made once from the tokens and then kept up to date, also while a request is preempted."""
-        if state.output_counts is None:
-            tokens = self.batch.token_ids[state.row, : self.batch.num_tokens[state.row]].astype(np.int64)
-            prompt, outputs = np.split(tokens, [state.num_prompt_tokens])
-            counts = np.bincount(outputs, minlength=self.vocab_size).astype(np.float32)
-            mask = np.bincount(prompt, minlength=self.vocab_size) > 0
-            state.prompt_mask = torch.from_numpy(mask).to(self.device)
-            state.output_counts = torch.from_numpy(counts).to(self.device)
-        params, counts = state.sampling_params, state.output_counts
-        if drafts_before:
-            drafts = torch.tensor(drafts_before, device=self.device)
-            counts = counts.index_add(0, drafts, torch.ones_like(drafts, dtype=torch.float32))
-        return PenaltyRow(
-            index,
-            state.prompt_mask,
-            counts,
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
-        )
 
     def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, list[TokenLogprobs]]:
         """Row p of a prompt predicts token p + 1; rows that were returned before a preemption are left out."""
