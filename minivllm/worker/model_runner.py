@@ -117,18 +117,25 @@ class ModelRunner:
         inputs = prepare_inputs(self.batch, scheduler_output, self.device, self.config.num_speculative_tokens)
         hidden = self.forward(inputs)
         output = ModelRunnerOutput(prompt_logprobs=self._prompt_logprobs(inputs, hidden))
-        num_accepted_rows = inputs.num_scheduled.copy()
+        num_emitted = np.zeros(0, dtype=np.int64)
         if len(inputs.sampled):
             num_emitted = self.sample(inputs, hidden, output)
-            num_accepted_rows[inputs.sampled] -= inputs.num_drafts + 1 - num_emitted
         if self.proposer is not None:
-            step = VerifiedStep(self.batch, inputs, hidden, num_accepted_rows, self.max_model_len)
-            drafts = self.proposer.propose(step)
-            output.draft_token_ids = drafts.token_ids
-            for index in inputs.sampled:
-                state = inputs.states[index]
-                state.draft_probs = drafts.probabilities.get(state.req_id)
+            self.propose(inputs, hidden, num_emitted, output)
         return output
+
+    @torch.inference_mode()
+    def propose(
+        self, inputs: StepInputs, hidden: torch.Tensor, num_emitted: np.ndarray, output: ModelRunnerOutput
+    ) -> None:
+        """Draft what may follow the emitted tokens; num_emitted [S] as `sample` returned it."""
+        num_accepted_rows = inputs.num_scheduled.copy()
+        num_accepted_rows[inputs.sampled] -= inputs.num_drafts + 1 - num_emitted
+        drafts = self.proposer.propose(VerifiedStep(self.batch, inputs, hidden, num_accepted_rows, self.max_model_len))
+        output.draft_token_ids = drafts.token_ids
+        for index in inputs.sampled:
+            state = inputs.states[index]
+            state.draft_probs = drafts.probabilities.get(state.req_id)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> torch.Tensor:
