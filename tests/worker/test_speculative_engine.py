@@ -251,6 +251,20 @@ def test_the_target_as_its_own_draft_model_is_always_right(tiny, k):
     assert stats.mean_acceptance_length > k / 2 + 1
 
 
+@pytest.mark.parametrize("min_tokens", range(2, 9))
+def test_min_tokens_are_counted_row_by_row_within_a_verification(tiny, answers, min_tokens):
+    """Each row of a verification has its own count of outputs: a stop is banned in one and allowed in the next."""
+    stop = answers[0][5]
+    params = {"stop_token_ids": [stop], "min_tokens": min_tokens, "max_tokens": 12}
+    outputs = []
+    for settings in ({}, settings_for("draft_model", 5, tiny.path)):
+        request = make_request("a", random_prompt(17, seed=0), **params)
+        run_to_end(engine(tiny, **settings), [request])
+        outputs.append(request.output_token_ids)
+    assert outputs[0] == outputs[1]
+    assert (outputs[0][-1] == stop and len(outputs[0]) == 6) == (min_tokens <= 5)
+
+
 @pytest.mark.parametrize("chunk_size", [0, 4])
 def test_first_mtp_drafts_are_those_of_one_pass_over_the_whole_text(tiny, answers, expected, chunk_size):
     core = engine(tiny, long_prefill_token_threshold=chunk_size, **settings_for("mtp", 3, None))
