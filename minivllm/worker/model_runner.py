@@ -152,14 +152,14 @@ class ModelRunner:
         """
         states = [inputs.states[index] for index in inputs.sampled]
         rows = inputs.rows[inputs.sampled]
-        raw_logits = self.model.compute_logits(hidden[inputs.logits_rows]).float()
+        raw_logits = self.model.compute_logits(hidden[inputs.logits_rows])
         wanted = [index for index, state in enumerate(states) if state.sampling_params.logprobs is not None]
         # Processors work in place, and log-probabilities are those of the raw logits.
         logits = raw_logits.clone() if wanted else raw_logits
         cu_rows = np.append(0, (inputs.num_drafts + 1).cumsum())
         if inputs.num_drafts.any():
             draft_rows = self.sampling_inputs.draft_rows(states, rows, inputs.num_drafts, cu_rows)
-            token_ids = self.rejection_sampler(logits, **vars(draft_rows))
+            token_ids = self.rejection_sampler(logits.float(), **vars(draft_rows))
         else:
             token_ids = self.sampler(logits, self.sampling_inputs.metadata(states, rows))[:, None]
         on_host = token_ids.cpu().numpy()
