@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from minivllm import cli_trace
+from minivllm.engine.spec_stats import SpecDecodeStats
 
 if TYPE_CHECKING:
     from minivllm.llm import LLM
@@ -93,6 +94,9 @@ def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     engine.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt and output together")
     engine.add_argument("--block-size", type=int, metavar="N", help="tokens in one KV cache block")
     engine.add_argument("--attention-backend", default="auto", help="auto, torch or reference")
+    engine.add_argument("--speculate", metavar="METHOD", help="ngram, draft_model or mtp (default: no drafts)")
+    engine.add_argument("--num-speculative-tokens", type=int, default=4, metavar="K", help="drafts a step (default: 4)")
+    engine.add_argument("--draft-model", metavar="MODEL", help="for --speculate draft_model: name or directory")
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -115,6 +119,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         max_model_len=arguments.max_model_len,
         block_size=arguments.block_size,
         attention_backend=arguments.attention_backend,
+        speculative_config=_speculative_config(arguments),
     )
     prompts = arguments.prompts
     if arguments.chat:
@@ -129,6 +134,15 @@ def _generate(arguments: argparse.Namespace) -> int:
             print_output(prompt, output, arguments.json)
     _print_speed(outputs, time.perf_counter() - start)
     return 2 if any(output.error for output in outputs) else 0
+
+
+def _speculative_config(arguments: argparse.Namespace) -> dict[str, object] | None:
+    if arguments.speculate is None:
+        if arguments.draft_model is not None:
+            raise ValueError("--draft-model needs --speculate draft_model")
+        return None
+    settings = {"method": arguments.speculate, "num_speculative_tokens": arguments.num_speculative_tokens}
+    return settings if arguments.draft_model is None else {**settings, "model": arguments.draft_model}
 
 
 def _print_stream(llm: "LLM", prompt: "str | list[dict[str, str]]", params: "SamplingParams") -> "RequestOutput":
@@ -158,6 +172,13 @@ def _print_speed(outputs: "list[RequestOutput]", seconds: float) -> None:
         f"{num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.1f} tok/s, first token after {first:.3f} s",
         file=sys.stderr,
     )
+    drafts = SpecDecodeStats.total(output.spec_decode for output in done if output.spec_decode)
+    if drafts.num_verifications:
+        print(
+            f"{drafts.num_accepted} of {drafts.num_drafted} drafts accepted ({drafts.acceptance_rate:.0%}), "
+            f"{drafts.mean_acceptance_length:.2f} tokens a verification",
+            file=sys.stderr,
+        )
 
 
 def _add_kernels(parser: argparse.ArgumentParser) -> None:
