@@ -40,23 +40,22 @@ def launch_kernel(
         kernel[grid](*tensors, *numbers, **constexprs, num_warps=num_warps, num_stages=num_stages)
         return
     device = tensors[0].get_device()
-    settings = tuple(constexprs.values())
+    settings = constexprs.values()
     # Triton distinguishes pointers by their type and by whether they are multiples of 16.
-    addresses = [0 if x is None else x.data_ptr() for x in tensors]
+    pointers = [None if x is None else x.data_ptr() for x in tensors]
     kinds = [None if x is None else x.dtype for x in tensors]
-    unaligned = [address & 15 != 0 for address in addresses]
-    key = (kernel, device, numbers, settings, num_warps, num_stages, *kinds, *unaligned)
-    compiled = _known.get(key)
-    if compiled is None:
+    odd = [pointer is not None and pointer & 15 for pointer in pointers]
+    key = (kernel, device, numbers, num_warps, num_stages, *settings, *kinds, *odd)
+    known = _known.get(key)
+    if known is None:
         if kernel.arg_names[len(tensors) + len(numbers) :] != list(constexprs):
             raise TypeError(f"the constexprs of {kernel.__name__} should be given in its own order, not {constexprs}")
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
         with torch.cuda.device(device):
-            _known[key] = kernel[grid](*tensors, *numbers, **constexprs, num_warps=num_warps, num_stages=num_stages)
+            compiled = kernel[grid](*tensors, *numbers, **constexprs, num_warps=num_warps, num_stages=num_stages)
+        _known[key] = compiled.run, compiled.function, compiled.packed_metadata
         return
+    run, function, metadata = known
     stream = torch._C._cuda_getCurrentRawStream(device)
-    pointers = [None if x is None else address for x, address in zip(tensors, addresses, strict=True)]
-    compiled.run(
-        *grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *numbers, *settings
-    )
+    run(*grid, stream, function, metadata, None, None, None, *pointers, *numbers, *settings)

@@ -138,7 +138,11 @@ class ResultFile:
     def subtitle(self) -> str:
         """What has to stand under every figure and table made from this file."""
         env = self.environment
-        cuda = f"driver {env.driver}, CUDA {env.cuda}, " if env.gpu else f"{env.num_threads} threads, "
+        cuda = (
+            f"driver {env.driver}, CUDA {env.cuda}, "
+            if env.gpu
+            else f"{env.num_threads} thread{'s' * (env.num_threads != 1)}, "
+        )
         triton = f", Triton {env.triton}" if env.triton and env.gpu else ""
         commit = self.code.commit if self.code.commit == UNKNOWN else self.code.commit[:10]
         dirty = " with local changes" if self.code.dirty else ""

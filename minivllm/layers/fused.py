@@ -46,10 +46,10 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + residual), x + residual) for x and residual [T, size]; the sum is written into x."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if len(x):
-        size = x.shape[1]
+    num_tokens, size = x.shape
+    if num_tokens:
         launch_kernel(
-            _add_rms_norm_kernel, (len(x), 1, 1),
+            _add_rms_norm_kernel, (num_tokens, 1, 1),
             (x, residual, weight, out),
             (x.stride(0), 0 if residual is None else residual.stride(0), eps),
             num_warps=4 if size <= 4096 else 8,

@@ -56,6 +56,7 @@ class Linear(Layer):
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
         self._packed: torch.Tensor | None = None
+        self._transposed: torch.Tensor | None = None
 
     def slots(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (checkpoint name, the tensor to copy into); `prefix` is the layer's name there."""
@@ -64,14 +65,18 @@ class Linear(Layer):
             yield f"{prefix}.bias", self.bias
 
     def finalize(self) -> None:
-        """Called once, after loading: packs the weight where that pays, and lets go of the plain one."""
+        """Called once, after loading: packs the weight where that pays (CPUs), and lets go of the plain one."""
         self._packed = pack_weight(self.weight)
         if self._packed is not None:
             self.weight = None
+        elif self.bias is None and self.weight.is_cuda:
+            self._transposed = self.weight.t()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is not None:
             return packed_linear(x, self._packed, self.bias)
+        if self._transposed is not None:
+            return torch.mm(x, self._transposed)  # what F.linear comes down to, without its detours on the host
         return F.linear(x, self.weight, self.bias)
 
 

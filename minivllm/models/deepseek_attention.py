@@ -94,7 +94,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     if use_fused_kernels(x):
         from minivllm.layers.fused import head_norm_and_rotary
 
-        head_norm_and_rotary(x, x.shape[1], None, 0.0, cos, sin)
+        head_norm_and_rotary(x, x.shape[1], 0, None, 0.0, cos, sin)
     else:
         apply_rotary(x, cos, sin)
 

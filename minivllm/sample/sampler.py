@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from minivllm.layers import use_fused_kernels
 from minivllm.sample.random import Purpose, uniform
 
 _CHUNK = 128
@@ -44,6 +45,12 @@ class SamplingMetadata:
     banned_token_ids: list[tuple[int, list[int]]] = field(default_factory=list)
     """(row, ids that must not come yet), for rows below their min_tokens."""
 
+    @property
+    def asks_for_temperature_alone(self) -> bool:
+        """Whether some rows are random, and none wants its distribution changed in any other way."""
+        changed = self.any_top_k or self.any_top_p or self.any_min_p or self.penalties or self.banned_token_ids
+        return not self.all_greedy and not changed
+
 
 @dataclass
 class PenaltyRow:
@@ -61,8 +68,13 @@ class Sampler:
     """Stateless: everything it needs is in the metadata."""
 
     def __call__(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-        """logits [B, V] float32 (may be overwritten) -> token ids [B] int64."""
-        logits = apply_penalties(logits, metadata.penalties)
+        """logits [B, V] of any floating dtype (may be overwritten) -> token ids [B] int64."""
+        if metadata.asks_for_temperature_alone and use_fused_kernels(logits):
+            from minivllm.sample.fused import sample_rows
+
+            seeds, positions = metadata.seeds, metadata.positions
+            return sample_rows(logits, metadata.temperature, seeds, positions, _LOWEST_TEMPERATURE)
+        logits = apply_penalties(logits.float(), metadata.penalties)
         for row, token_ids in metadata.banned_token_ids:
             logits[row, token_ids] = float("-inf")
         if metadata.all_greedy:

@@ -140,7 +140,7 @@ class ModelRunner:
         """Choose a token for each request whose last known token was computed: into the batch and the output."""
         states = [inputs.states[index] for index in inputs.sampled]
         rows = inputs.rows[inputs.sampled]
-        raw_logits = self.model.compute_logits(hidden[inputs.logits_rows]).float()
+        raw_logits = self.model.compute_logits(hidden[inputs.logits_rows])
         wanted = [index for index, state in enumerate(states) if state.sampling_params.logprobs is not None]
         # Processors work in place, and log-probabilities are those of the raw logits.
         logits = raw_logits.clone() if wanted else raw_logits

@@ -9,6 +9,8 @@ from tiny_deepseek import YARN, TinyDeepseek, random_prompt
 
 from minivllm.attention import latent_triton
 from minivllm.config import ConfigError
+from minivllm.layers import norm
+from minivllm.models import deepseek_attention, llama
 
 # Kernels are interpreted on a CPU, and compiled where there is a GPU.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -80,6 +82,17 @@ def run(model, prompts, company="batch", after_step=lambda core: None, **setting
     for batch in [[request] for request in requests] if company == "alone" else [requests]:
         run_to_end(core, batch, after_step=lambda: after_step(core))
     return [request.output_token_ids for request in requests], core, requests
+
+
+@pytest.mark.parametrize("version", ["tiny", "tiny_v2"])
+def test_the_fused_steps_between_two_products_give_the_same_tokens(version, request, monkeypatch):
+    """What a GPU takes, in the interpreter: CI has no GPU, and a wrong call should not wait for one."""
+    model, prompts = request.getfixturevalue(version), [random_prompt(length, seed=1) for length in (1, 13)]
+    settings = pool_for(prompts, 16, "batch")
+    expected, _, _ = run(model, prompts, **settings)
+    for room in (norm, llama, deepseek_attention):
+        monkeypatch.setattr(room, "use_fused_kernels", lambda _: True)
+    assert run(model, prompts, **settings)[0] == expected
 
 
 @pytest.mark.parametrize("company", COMPANIES)

@@ -9,6 +9,8 @@ from minivllm import LLM, SamplingParams
 from minivllm.bench.equality import prompts, run_configuration, transformers_reference
 from minivllm.checkpoints import fetch
 from minivllm.config import ConfigError
+from minivllm.layers import norm
+from minivllm.models import llama
 
 # Kernels are interpreted on a CPU, and compiled where there is a GPU.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -24,6 +26,14 @@ def test_the_random_model_gives_the_same_tokens_through_triton(tiny_llama):
     expected = greedy_outputs(tiny_llama, attention_backend="torch")
     assert greedy_outputs(tiny_llama, attention_backend="triton") == expected
     assert greedy_outputs(tiny_llama, attention_backend="triton", long_prefill_token_threshold=5) == expected
+
+
+def test_the_fused_steps_between_two_products_give_the_same_tokens(tiny_llama, monkeypatch):
+    """What a GPU takes, in the interpreter: CI has no GPU, and a wrong call should not wait for one."""
+    expected = greedy_outputs(tiny_llama, attention_backend="torch")
+    for room in (norm, llama):
+        monkeypatch.setattr(room, "use_fused_kernels", lambda _: True)
+    assert greedy_outputs(tiny_llama, attention_backend="torch") == expected
 
 
 def test_an_fp8_cache_holds_one_byte_a_number_and_gives_close_logits(tiny_llama):
