@@ -38,5 +38,8 @@ def use_plain_attributes(model: nn.Module) -> None:
 
 
 def use_fused_kernels(x: torch.Tensor) -> bool:
-    """Whether the kernels of `fused.py` serve this tensor: on a GPU, where Triton is installed."""
-    return x.is_cuda and _HAS_TRITON
+    """Whether the kernels of `fused.py` serve this tensor: on a GPU, where Triton is installed.
+
+    Not in a graph that torch.compile traces: it fuses the readable twins itself.
+    """
+    return x.is_cuda and _HAS_TRITON and not torch.compiler.is_compiling()

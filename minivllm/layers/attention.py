@@ -4,9 +4,10 @@ import torch
 
 from minivllm.forward_context import get_forward_context
 from minivllm.layers import Layer
+from minivllm.moe.ops import Registered, register
 
 
-class Attention(Layer):
+class Attention(Registered, Layer):
     """Causal attention of one layer over the paged KV cache (MHA, GQA and MQA alike).
 
     Args:
@@ -24,9 +25,16 @@ class Attention(Layer):
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.scale = scale
+        self.op_name = register(self, layer_name)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [T, H, D], k and v [T, Hkv, D], one row a scheduled token -> [T, H, D].
+        """q [T, H, D], k and v [T, Hkv, D], one row a scheduled token -> [T, H, D]."""
+        if torch.compiler.is_compiling():
+            return torch.ops.minivllm.attention(q, k, v, self.op_name)
+        return self.attend(q, k, v)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """`forward`, outside of any graph.
 
         Every row is stored before any row attends: rows of one step may share blocks.
         """

@@ -20,9 +20,10 @@ from torch import nn
 
 from minivllm.forward_context import get_forward_context
 from minivllm.layers.linear import Linear
+from minivllm.moe.ops import Registered, register
 
 
-class MLAttention(nn.Module):
+class MLAttention(Registered, nn.Module):
     """Causal attention of one layer over the paged cache of latents.
 
     Args:
@@ -42,6 +43,7 @@ class MLAttention(nn.Module):
         self.d_nope, self.d_rope, self.d_v, self.d_c = d_nope, d_rope, d_v, d_c
         self.kv_b_proj = Linear(d_c, num_heads * (d_nope + d_v))
         self.w_uk = self.w_uv = torch.empty(0)
+        self.op_name = register(self, layer_name)
 
     def absorb_weights(self) -> None:
         """Takes W_UK [H, d_nope, d_c] and W_UV [H, d_v, d_c] from the loaded weight, before it may be packed away."""
@@ -52,7 +54,13 @@ class MLAttention(nn.Module):
         yield from self.kv_b_proj.slots(f"{prefix}.kv_b_proj")
 
     def forward(self, q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor) -> torch.Tensor:
-        """q [T, H, d_nope + d_rope], c [T, d_c] after its norm, k_rope [T, d_rope], both rotated -> [T, H, d_v].
+        """q [T, H, d_nope + d_rope], c [T, d_c] after its norm, k_rope [T, d_rope], both rotated -> [T, H, d_v]."""
+        if torch.compiler.is_compiling():
+            return torch.ops.minivllm.latent_attention(q, c, k_rope, self.d_v, self.op_name)
+        return self.attend(q, c, k_rope)
+
+    def attend(self, q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor) -> torch.Tensor:
+        """`forward`, outside of any graph.
 
         Every row is stored before any row attends: rows of one step may share blocks.
         """

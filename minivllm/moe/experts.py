@@ -1,4 +1,4 @@
-"""What the experts compute: gated MLPs, each on the tokens that were routed to it, in three ways with one result.
+"""What the experts compute: gated MLPs, each on the tokens that were routed to it, in four ways with one result.
 
     x [T, H], weights and ids [T, top_k], gate_up [E, 2 I, H] (gate rows, then up rows), down [E, H, I] -> [T, H]
 
@@ -6,7 +6,8 @@
 |---|---|---|
 | experts_by_loop | an expert at a time, in the words of the formula | reading, and judging the others |
 | experts_in_tiles | pairs sorted by expert, experts padded to whole tiles, a product a tile | any device and dtype |
-| experts_grouped | pairs sorted by expert, one grouped product over all | CPUs, and bfloat16 on a GPU |
+| experts_grouped | pairs sorted by expert, one grouped product over all | CPUs, and bfloat16 on a GPU without Triton |
+| fused_experts (fused.py) | the same in Triton, four kernels | GPUs |
 
 A pair is (token, one of its experts); pair p belongs to token p // top_k. Sorting puts the pairs of an expert side by
 side, so that an expert's weights are read once for all of them:
@@ -99,7 +100,11 @@ def experts_grouped(
 def run_experts(
     x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """The fastest of the three that serves the tensors."""
+    """The fastest of the four that serves the tensors."""
+    if use_fused_kernels(x):
+        from minivllm.moe.fused import fused_experts
+
+        return fused_experts(x, weights, ids, gate_up, down)
     # On a GPU other dtypes would go through a loop that waits for the device, and rows must start at 16 bytes.
     fits_gpu = x.dtype == torch.bfloat16 and gate_up.shape[2] % 8 == 0 and down.shape[2] % 8 == 0
     grouped = hasattr(F, "grouped_mm") and (x.device.type == "cpu" or (x.is_cuda and fits_gpu))

@@ -4,7 +4,8 @@
     RoutedExperts(hidden, router_logits) + shared(hidden)                     [T, H]
 
 The router works in float32 whatever the model's dtype: a choice between experts is a step, and rounding moves steps.
-`RoutedExperts` is the seam where faster kernels go in: all that it needs is hidden states, logits and its own name.
+Both kinds of experts run behind operators (`ops.py`), which need hidden states, logits and the layer's name: to a graph
+of torch.compile a layer's experts are one node.
 """
 
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from minivllm.moe import ops
 from minivllm.moe.experts import run_experts
 from minivllm.moe.routing import Routing
 
@@ -39,7 +41,7 @@ class Router(nn.Module):
             yield f"{prefix}.e_score_correction_bias", self.e_score_correction_bias
 
 
-class RoutedExperts(nn.Module):
+class RoutedExperts(ops.Registered, nn.Module):
     """E gated MLPs, of which each token visits top_k.
 
     Weights of all experts lie in two tensors, gate_up [E, 2 I, H] and down [E, H, I]; a checkpoint holds three tensors
@@ -61,11 +63,26 @@ class RoutedExperts(nn.Module):
         self.gate_up = nn.Parameter(gate_up, requires_grad=False)
         down = torch.empty(num_experts, hidden_size, intermediate_size)
         self.down = nn.Parameter(down, requires_grad=False)
+        self.shared: nn.Module | None = None
+        self.op_name = ops.register(self, layer_name)
 
     def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
         """[T, H] and [T, E] float32 -> [T, H]."""
+        return torch.ops.minivllm.moe_forward(hidden_states, router_logits, self.op_name)
+
+    def forward_shared(
+        self, hidden_states: torch.Tensor, router_logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, and what the shared experts give, [T, H]."""
+        return torch.ops.minivllm.moe_forward_shared(hidden_states, router_logits, self.op_name)
+
+    def run(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
+        """What the operator does, outside of any graph."""
         weights, ids = self.routing(router_logits, self._bias)
         return run_experts(hidden_states, weights, ids, self.gate_up, self.down)
+
+    def run_shared(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.shared(hidden_states)
 
     def slots(self, prefix: str) -> Slots:
         for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
@@ -92,10 +109,15 @@ class MoE(nn.Module):
         bias = self.gate.e_score_correction_bias
         self.experts = RoutedExperts(layer_name, routing, bias, num_experts, hidden_size, intermediate_size)
         self.shared_experts = shared
+        if shared is not None:
+            # Not as a submodule: its weights belong to this module alone.
+            object.__setattr__(self.experts, "shared", shared)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.experts(x, self.gate(x))
-        return out if self.shared_experts is None else out.add_(self.shared_experts(x))
+        if self.shared_experts is None:
+            return self.experts(x, self.gate(x))
+        routed, shared = self.experts.forward_shared(x, self.gate(x))
+        return routed.add_(shared)
 
     def slots(self, prefix: str) -> Slots:
         yield from self.gate.slots(f"{prefix}.gate")
