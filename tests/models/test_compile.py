@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from tests.models.cached_forward import CachedForward
 
 from minivllm.models.registry import load_model
-from tests.models.cached_forward import CachedForward
 from tests.tiny_deepseek import random_prompt, save_deepseek
 
 
