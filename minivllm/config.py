@@ -11,6 +11,11 @@ from typing import Any
 from minivllm.speculative_config import SpeculativeConfig, SpeculativeConfigError
 
 SUPPORTED_DTYPES = ("auto", "float32", "float16", "bfloat16")
+QUANTIZATIONS = (None, "fp8", "fp8_block", "int8")
+GEMM_BACKENDS = (
+    "auto", "deep_gemm", "cublas", "cublas_fp8", "cutlass", "cublas_int8", "triton_bf16", "triton_fp8_block",
+    "triton_int8", "reference",
+)  # fmt: skip
 ATTENTION_BACKENDS = ("auto", "reference", "torch", "triton")
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MLA_BLOCK_SIZE = 64
@@ -53,6 +58,7 @@ class EngineConfig:
     """ "auto": the checkpoint's own dtype on a GPU, float32 on a CPU."""
     device: str = "auto"
     quantization: str | None = None
+    """Weights and activations of linear layers in 8 bits, made at load time: "fp8", "fp8_block" or "int8"."""
     kv_cache_dtype: str = "auto"
     block_size: int | None = None
     """Tokens in one KV cache block; None means 16, or 64 where the cache holds latents (MLA)."""
@@ -70,6 +76,7 @@ class EngineConfig:
     """ "fcfs": first come, first served; "priority": requests of lower `priority` first, preempted last."""
     attention_backend: str = "auto"
     gemm_backend: str = "auto"
+    """The backend of gemm/dispatch.py that comes first where it serves."""
     speculative_config: dict[str, Any] | None = None
     """See `SpeculativeConfig`; None, or a dict with "num_speculative_tokens" 0, means no speculation."""
     pipeline_parallel_size: int = 1
@@ -96,6 +103,8 @@ class EngineConfig:
         _check_in("load_format", self.load_format, ("auto", "dummy"))
         _check_in("dtype", self.dtype, SUPPORTED_DTYPES)
         _check_in("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
+        _check_in("quantization", self.quantization, QUANTIZATIONS)
+        _check_in("gemm_backend", self.gemm_backend, GEMM_BACKENDS)
         _check_in("kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8"))
         _check_in("pp_token_feedback", self.pp_token_feedback, ("scheduler", "broadcast"))
         if not isinstance(self.model, str) or not self.model:
@@ -138,8 +147,6 @@ class EngineConfig:
     def _refuse_what_is_not_built(self) -> None:
         """Options that architecture and command line already name, but that nothing serves yet."""
         not_built = {
-            "quantization": self.quantization is not None,
-            "gemm_backend": self.gemm_backend != "auto",
             "pipeline_parallel_size": self.pipeline_parallel_size != 1,
             "tensor_parallel_size": self.tensor_parallel_size != 1,
             "pp_token_feedback": self.pp_token_feedback != "scheduler",
@@ -181,7 +188,7 @@ class EngineConfig:
 
 def _check_in(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+        raise ConfigError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
 
 
 def _check_positive(name: str, value: Any) -> None:

@@ -62,8 +62,6 @@ def test_a_budget_smaller_than_max_num_seqs_is_refused_with_both_ways_out():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("quantization", "fp8"),
-        ("gemm_backend", "triton"),
         ("pipeline_parallel_size", 2),
         ("tensor_parallel_size", 2),
         ("pp_token_feedback", "broadcast"),

@@ -5,7 +5,7 @@
 One matrix product over stacked weights (q, k, v; gate, up) reads the input once and gives the hardware a
 larger problem. A layer names its checkpoint tensors through `slots`: each is a view of some rows, and loading
 is a copy into the view. Slots exist until `finalize`, which may trade the plain weight for a copy that is
-laid out for the CPU's matrix units.
+laid out for the CPU's matrix units, or in 8 bits (`quantization.py`).
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from minivllm.gemm.dispatch import gemm
 from minivllm.layers import Layer
+from minivllm.layers.quantization import ScaledWeight
 
 # oneDNN chooses the layout of a packed weight for an expected number of rows. Measured for float32 and
 # bfloat16 over 1 to 4096 rows: every hint above 1 gives the same speed, a hint of 1 is up to 2.4x slower.
@@ -57,6 +59,9 @@ class Linear(Layer):
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
         self._packed: torch.Tensor | None = None
         self._transposed: torch.Tensor | None = None
+        self._quantization: str | None = None
+        self._backend = "auto"
+        self.scaled: ScaledWeight | None = None
 
     def slots(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (checkpoint name, the tensor to copy into); `prefix` is the layer's name there."""
@@ -64,8 +69,18 @@ class Linear(Layer):
         if self.bias is not None:
             yield f"{prefix}.bias", self.bias
 
+    def plan(self, quantization: str | None, backend: str) -> None:
+        """What `finalize` shall make of the weight, and which GEMM backend is preferred ("auto": none)."""
+        self._quantization, self._backend = quantization, backend
+
     def finalize(self) -> None:
-        """Called once, after loading: packs the weight where that pays (CPUs), and lets go of the plain one."""
+        """Called once, after loading: quantizes or packs (CPUs) the weight, and lets go of the plain one."""
+        if self._quantization is not None:
+            self.scaled = ScaledWeight(self.weight, self._quantization, self._backend)
+            self.weight = None
+            return
+        if self._backend != "auto":
+            return
         self._packed = pack_weight(self.weight)
         if self._packed is not None:
             self.weight = None
@@ -77,6 +92,11 @@ class Linear(Layer):
             return packed_linear(x, self._packed, self.bias)
         if self._transposed is not None:
             return torch.mm(x, self._transposed)  # what F.linear comes down to, without its detours on the host
+        if self.scaled is not None:
+            return self.scaled.multiply(x, self.bias)
+        if self._backend != "auto":
+            y = gemm(x, self.weight, preferred=self._backend)
+            return y if self.bias is None else y.add_(self.bias)
         return F.linear(x, self.weight, self.bias)
 
 

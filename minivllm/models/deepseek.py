@@ -24,7 +24,7 @@ from minivllm.layers.norm import RMSNorm
 from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.models.deepseek_attention import DeepseekAttention
 from minivllm.models.llama import GatedMLP, check_supported
-from minivllm.moe.layer import MoE
+from minivllm.moe.layer import MoE, RoutedExperts
 from minivllm.moe.routing import METHODS, Routing
 
 Slots = Iterator[tuple[str, torch.Tensor]]
@@ -186,5 +186,7 @@ def finalize(model: nn.Module) -> None:
         if isinstance(module, DeepseekAttention):
             module.finalize()
     for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            module.finalize()
         if isinstance(module, Linear) and module.weight is not None:  # None: shared with a model that is done
             module.finalize()

@@ -4,9 +4,10 @@
     model.safetensors, or shards named by model.safetensors.index.json   (the directory says what there is)
 
 Invariant: a load that returns has filled every slot exactly from a tensor of that name and shape, and has
-ignored nothing but what a model of that kind is known to carry unused. Otherwise one CheckpointError lists
-everything that does not fit. Tensors are read one at a time, so the peak is the model plus its largest
-tensor.
+ignored nothing but what a model of that kind is known to carry unused. A tensor in fp8 is dequantised on its way,
+with the scales that lie beside it (`NAME_scale_inv`, one for each 128 x 128: DeepSeek-V3's form). Otherwise one
+CheckpointError lists everything that does not fit. Tensors are read one at a time, so the peak is the model plus its
+largest tensor.
 """
 
 import json
@@ -19,8 +20,10 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from minivllm.checkpoints.errors import CheckpointError
+from minivllm.gemm.quantize import BLOCK, dequantize
 
 SINGLE_FILE = "model.safetensors"
+SCALE_SUFFIX = "_scale_inv"
 INDEX_FILE = "model.safetensors.index.json"
 
 # Older exports carry the rotary table; the model computes its own.
@@ -73,6 +76,7 @@ def load_weights(
     file.
     """
     waiting = dict(slots)
+    scales = _read_scales(directory)
     filled: set[str] = set()
     unexpected: list[str] = []
     misshapen: list[str] = []
@@ -81,6 +85,8 @@ def load_weights(
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (a safe_open handle is no dict)
                     slot = waiting.get(name)
+                    if name in scales and name.removesuffix(SCALE_SUFFIX) in waiting:
+                        continue
                     if slot is None:
                         if not is_unused(name) and not _UNUSED.fullmatch(name):
                             unexpected.append(name)
@@ -88,7 +94,14 @@ def load_weights(
                     filled.add(name)
                     shape = tuple(file.get_slice(name).get_shape())
                     if shape == tuple(slot.shape):
-                        slot.copy_(file.get_tensor(name))
+                        tensor = file.get_tensor(name)
+                        if tensor.dtype == torch.float8_e4m3fn:
+                            problem = _scale_problem(name, shape, scales)
+                            if problem:
+                                misshapen.append(problem)
+                                continue
+                            tensor = dequantize(tensor, scales[name + SCALE_SUFFIX].float())
+                        slot.copy_(tensor)
                     else:
                         misshapen.append(f"{name} is {shape}, should be {tuple(slot.shape)}")
         except (SafetensorError, OSError) as error:
@@ -104,6 +117,30 @@ def load_weights(
     ]
     if problems:
         raise CheckpointError(f"the tensors in {directory} do not fit its config.json. " + ". ".join(problems))
+
+
+def _read_scales(directory: Path) -> dict[str, torch.Tensor]:
+    """All scales of a checkpoint in fp8, by name: they may lie in another shard than their tensors."""
+    found = {}
+    for path in weight_files(directory):
+        try:
+            with safe_open(path, framework="pt") as file:
+                names = [name for name in file.keys() if name.endswith(SCALE_SUFFIX)]  # noqa: SIM118
+                found |= {name: file.get_tensor(name) for name in names}
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is not a readable safetensors file ({error}): download it again") from None
+    return found
+
+
+def _scale_problem(name: str, shape: tuple[int, ...], scales: dict[str, torch.Tensor]) -> str | None:
+    """What is wrong with the scale of a matrix in fp8, or None."""
+    wanted = tuple(-(-size // BLOCK) for size in shape)
+    scale = scales.get(name + SCALE_SUFFIX)
+    if len(shape) != 2 or scale is None:
+        return f"{name} is in fp8, and has no {name}{SCALE_SUFFIX} of shape {wanted}"
+    if tuple(scale.shape) != wanted:
+        return f"{name}{SCALE_SUFFIX} is {tuple(scale.shape)}, should be {wanted}"
+    return None
 
 
 def fill_dummy(model: nn.Module, seed: int) -> None:

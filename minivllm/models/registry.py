@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 from minivllm.checkpoints.errors import CheckpointError
+from minivllm.gemm.quantize import BLOCK
+from minivllm.layers.quantization import quantize_model
 from minivllm.models.deepseek import DeepseekForCausalLM, DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, mtp_prefixes
 from minivllm.models.deepseek_mtp import DeepseekMTP
 from minivllm.models.llama import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
@@ -55,8 +57,11 @@ def load_config(model_path: str | Path) -> "PretrainedConfig":
         known = ", ".join(ARCHITECTURES)
         what = f"names the unknown architecture {architecture!r}" if architecture else "names no architecture"
         raise CheckpointError(f"{path} {what}; known architectures: {known}")
-    if raw.get("quantization_config"):
-        raise CheckpointError(f"{path} is of a quantized checkpoint, which is not supported: use the unquantized one")
+    if raw.get("quantization_config") and not is_block_fp8(raw["quantization_config"]):
+        raise CheckpointError(
+            f"{path} is of a quantized checkpoint of a kind that is not supported: use the unquantized one, or one in "
+            "fp8 with weight_block_size [128, 128] and dynamic activations, as DeepSeek-V3's"
+        )
     from transformers import AutoConfig
 
     try:
@@ -64,6 +69,17 @@ def load_config(model_path: str | Path) -> "PretrainedConfig":
     except (ValueError, TypeError, OSError) as error:
         raise CheckpointError(f"{path} is not a usable config: {error}") from None
     return config
+
+
+def is_block_fp8(settings: dict | None) -> bool:
+    """Whether a config's quantization_config is DeepSeek-V3's: e4m3, a scale for each 128 x 128."""
+    settings = settings or {}
+    return (
+        settings.get("quant_method") == "fp8"
+        and list(settings.get("weight_block_size") or ()) == [BLOCK, BLOCK]
+        and settings.get("activation_scheme", "dynamic") == "dynamic"
+        and settings.get("fmt", "e4m3") == "e4m3"
+    )
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device, config: "PretrainedConfig") -> torch.dtype:
@@ -89,11 +105,16 @@ def load_model(
     load_format: str = "auto",
     max_model_len: int | None = None,
     seed: int = 0,
+    quantization: str | None = None,
+    gemm_backend: str = "auto",
 ) -> tuple[nn.Module, "PretrainedConfig"]:
     """Builds the model of a local directory on `device` and fills it; returns it with its config.
 
     load_format "auto" reads the safetensors files; "dummy" needs config.json only and draws random weights
     from `seed`. max_model_len bounds the positions that the model can embed (None: the config's own limit).
+    quantization is "fp8", "fp8_block", "int8" or None, which means fp8_block for a checkpoint in fp8 and none for
+    others; what it leaves as it was is listed in the model's `not_quantized`. gemm_backend prefers a backend of
+    gemm/dispatch.py.
     Raises CheckpointError for a checkpoint that does not fit, ValueError for an option or a config that is
     not supported.
     """
@@ -114,6 +135,9 @@ def load_model(
             return is_tied_head or (isinstance(model, DeepseekForCausalLM) and model.is_unused(config, name))
 
         _load_or_explain(model, model.slots(), config, directory, is_unused)
+    if quantization is None and getattr(config, "quantization_config", None):
+        quantization = "fp8_block"
+    model.not_quantized = quantize_model(model, quantization, gemm_backend)
     model.finalize()
     return model, config
 

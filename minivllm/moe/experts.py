@@ -25,6 +25,7 @@ the device. Tiles past the last are padding from end to end and carry expert -1.
 import torch
 import torch.nn.functional as F
 
+from minivllm.gemm.quantize import dequantize, quantize_1x128
 from minivllm.layers import use_fused_kernels
 
 
@@ -97,14 +98,44 @@ def experts_grouped(
     return _combine(torch.empty_like(y).index_copy_(0, order, y), weights, x.dtype)
 
 
-def run_experts(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+def experts_in_block_fp8(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    down_scale: torch.Tensor,
 ) -> torch.Tensor:
-    """The fastest of the four that serves the tensors."""
+    """`experts_by_loop` with weights in e4m3, a scale for each 128 x 128, and inputs quantised 1 x 128 on the way."""
+    out = torch.zeros_like(x, dtype=torch.float32)
+    x = dequantize(*quantize_1x128(x))
+    for expert in range(len(gate_up)):
+        tokens, places = torch.where(ids == expert)
+        if len(tokens):
+            gate, up = F.linear(x[tokens], dequantize(gate_up[expert], gate_up_scale[expert])).chunk(2, dim=-1)
+            h = dequantize(*quantize_1x128(F.silu(gate) * up))
+            y = F.linear(h, dequantize(down[expert], down_scale[expert]))
+            out.index_add_(0, tokens, y * weights[tokens, places, None])
+    return out
+
+
+def run_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_scale: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The fastest that serves the tensors; scales come with weights in fp8."""
     if use_fused_kernels(x):
         from minivllm.moe.fused import fused_experts
 
-        return fused_experts(x, weights, ids, gate_up, down)
+        return fused_experts(x, weights, ids, gate_up, down, gate_up_scale, down_scale)
+    if gate_up_scale is not None:
+        return experts_in_block_fp8(x, weights, ids, gate_up, down, gate_up_scale, down_scale).to(x.dtype)
     # On a GPU other dtypes would go through a loop that waits for the device, and rows must start at 16 bytes.
     fits_gpu = x.dtype == torch.bfloat16 and gate_up.shape[2] % 8 == 0 and down.shape[2] % 8 == 0
     grouped = hasattr(F, "grouped_mm") and (x.device.type == "cpu" or (x.is_cuda and fits_gpu))

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from minivllm.gemm.quantize import quantize_128x128
 from minivllm.moe import ops
 from minivllm.moe.experts import run_experts
 from minivllm.moe.routing import Routing
@@ -63,6 +64,9 @@ class RoutedExperts(ops.Registered, nn.Module):
         self.gate_up = nn.Parameter(gate_up, requires_grad=False)
         down = torch.empty(num_experts, hidden_size, intermediate_size)
         self.down = nn.Parameter(down, requires_grad=False)
+        self.gate_up_scale: torch.Tensor | None = None
+        self.down_scale: torch.Tensor | None = None
+        self._quantization: str | None = None
         self.shared: nn.Module | None = None
         self.op_name = ops.register(self, layer_name)
 
@@ -79,7 +83,20 @@ class RoutedExperts(ops.Registered, nn.Module):
     def run(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
         """What the operator does, outside of any graph."""
         weights, ids = self.routing(router_logits, self._bias)
-        return run_experts(hidden_states, weights, ids, self.gate_up, self.down)
+        scales = self.gate_up_scale, self.down_scale
+        return run_experts(hidden_states, weights, ids, self.gate_up, self.down, *scales)
+
+    def plan(self, quantization: str) -> None:
+        """What `finalize` shall make of the weights: "fp8_block"."""
+        self._quantization = quantization
+
+    def finalize(self) -> None:
+        """Called once, after loading; slots end with it."""
+        if self._quantization is not None:
+            for name in ("gate_up", "down"):
+                q, scale = zip(*(quantize_128x128(weight) for weight in getattr(self, name)), strict=True)
+                setattr(self, name, nn.Parameter(torch.stack(q), requires_grad=False))
+                setattr(self, f"{name}_scale", torch.stack(scale))
 
     def run_shared(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.shared(hidden_states)

@@ -93,7 +93,8 @@ def latent_attention_fake(q: Tensor, c: Tensor, k_rope: Tensor, d_v: int, layer_
     return q.new_empty(q.shape[0], q.shape[1], d_v)
 
 
-def _define(function: Callable[..., object], fake: Callable[..., object]) -> None:
+def define(function: Callable[..., object], fake: Callable[..., object]) -> None:
+    """Adds `function`, which changes none of its arguments, to torch.ops.minivllm under its own name."""
     name = function.__name__
     schema = torch.library.infer_schema(function, mutates_args=())
     _library.define(name + schema, tags=(torch.Tag.needs_fixed_stride_order,))
@@ -102,7 +103,7 @@ def _define(function: Callable[..., object], fake: Callable[..., object]) -> Non
     torch.library.register_fake(f"minivllm::{name}", fake, lib=_library)
 
 
-_define(moe_forward, moe_forward_fake)
-_define(moe_forward_shared, moe_forward_shared_fake)
-_define(attention, attention_fake)
-_define(latent_attention, latent_attention_fake)
+define(moe_forward, moe_forward_fake)
+define(moe_forward_shared, moe_forward_shared_fake)
+define(attention, attention_fake)
+define(latent_attention, latent_attention_fake)

@@ -51,8 +51,9 @@ class ModelRunner:
         self.config = config
         self.device = resolve_device(config.device)
         self.model, self.hf_config = load_model(
-            model_path, self.device, config.dtype, config.load_format, config.max_model_len, config.seed
-        )
+            model_path, self.device, config.dtype, config.load_format, config.max_model_len, config.seed,
+            config.quantization, config.gemm_backend,
+        )  # fmt: skip
         self.dtype = resolve_dtype(config.dtype, self.device, self.hf_config)
         self.vocab_size = self.hf_config.vocab_size
         self.max_model_len = config.resolve_max_model_len(self.hf_config.max_position_embeddings)
