@@ -8,6 +8,8 @@ context, its cache size) is resolved later, by `resolve_max_model_len` and by th
 from dataclasses import dataclass, field
 from typing import Any
 
+from minivllm.speculative_config import SpeculativeConfig, SpeculativeConfigError
+
 SUPPORTED_DTYPES = ("auto", "float32", "float16", "bfloat16")
 QUANTIZATIONS = (None, "fp8", "fp8_block", "int8")
 GEMM_BACKENDS = (
@@ -21,6 +23,22 @@ DEFAULT_MLA_BLOCK_SIZE = 64
 
 class ConfigError(ValueError):
     """A setting that cannot work; the message names it and says what would."""
+
+
+def _speculation(config: "EngineConfig") -> SpeculativeConfig | None:
+    """The checked settings, or None where nothing is drafted."""
+    if config.speculative_config is None:
+        return None
+    try:
+        settings = SpeculativeConfig.of(config.speculative_config)
+    except SpeculativeConfigError as error:
+        raise ConfigError(str(error)) from None
+    if settings.method == "ngram" and config.async_scheduling and settings.num_speculative_tokens:
+        raise ConfigError(
+            "async_scheduling=True cannot go with speculative_config method 'ngram', which looks tokens up that the "
+            "host does not know yet: use 'draft_model' or 'mtp', or async_scheduling=False"
+        )
+    return settings if settings.num_speculative_tokens else None
 
 
 @dataclass
@@ -60,6 +78,7 @@ class EngineConfig:
     gemm_backend: str = "auto"
     """The backend of gemm/dispatch.py that comes first where it serves."""
     speculative_config: dict[str, Any] | None = None
+    """See `SpeculativeConfig`; None, or a dict with "num_speculative_tokens" 0, means no speculation."""
     pipeline_parallel_size: int = 1
     tensor_parallel_size: int = 1
     pp_token_feedback: str = "scheduler"
@@ -68,9 +87,14 @@ class EngineConfig:
     """Never capture CUDA graphs. None are captured yet, so both values run the same code."""
     seed: int = 0
 
+    speculation: SpeculativeConfig | None = field(default=None, init=False, repr=False)
+    """The same, checked; None where nothing is drafted."""
     num_speculative_tokens: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        self.speculation = _speculation(self)
+        if self.speculation is not None:
+            self.num_speculative_tokens = self.speculation.num_speculative_tokens
         self._check_choices()
         self._check_sizes()
         self._refuse_what_is_not_built()
@@ -123,7 +147,6 @@ class EngineConfig:
     def _refuse_what_is_not_built(self) -> None:
         """Options that architecture and command line already name, but that nothing serves yet."""
         not_built = {
-            "speculative_config": self.speculative_config is not None,
             "pipeline_parallel_size": self.pipeline_parallel_size != 1,
             "tensor_parallel_size": self.tensor_parallel_size != 1,
             "pp_token_feedback": self.pp_token_feedback != "scheduler",

@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from minivllm.engine.messages import EngineCoreOutput, TokenLogprobs
+from minivllm.engine.spec_stats import SpecDecodeStats
 from minivllm.outputs import CompletionOutput, Logprob, LogprobsAtPosition, RequestMetrics, RequestOutput
 from minivllm.sampling_params import SamplingParams
 from minivllm.stop_strings import StopStringChecker
@@ -36,6 +37,7 @@ class CompletionTracker:
         self.prompt_logprobs: list[LogprobsAtPosition | None] = [None]
         self.num_cached_tokens = 0
         self.queue_time = 0.0
+        self.spec_decode: SpecDecodeStats | None = None
         self.token_times: tuple[float, float] | None = None
         """When the first and the last token arrived."""
         self._tokenizer = tokenizer
@@ -59,6 +61,7 @@ class CompletionTracker:
         now = time.monotonic() if now is None else now
         self.num_cached_tokens = core_output.num_cached_tokens
         self.queue_time = core_output.queue_time
+        self.spec_decode = core_output.spec_decode
         if core_output.new_prompt_logprobs:
             self.prompt_logprobs += [self._decode_logprobs(entry) for entry in core_output.new_prompt_logprobs]
         num_new = len(core_output.new_token_ids)
@@ -157,7 +160,12 @@ class RequestTracker:
             prompt_logprobs=first.prompt_logprobs if wants_prompt_logprobs else None,
             num_cached_tokens=first.num_cached_tokens,
             metrics=self._metrics(),
+            spec_decode=self._spec_decode(),
         )
+
+    def _spec_decode(self) -> SpecDecodeStats | None:
+        total = SpecDecodeStats.total(part.spec_decode for part in self.completions if part.spec_decode)
+        return total if total.num_verifications else None
 
     def _metrics(self) -> RequestMetrics:
         timed = [completion for completion in self.completions if completion.token_times]

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from minivllm.engine.spec_stats import SpecDecodeStats
+
 
 @dataclass
 class Logprob:
@@ -63,4 +65,6 @@ class RequestOutput:
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    spec_decode: SpecDecodeStats | None = None
+    """What became of its drafts, all completions together; None where none was verified."""
     error: str | None = None

@@ -62,7 +62,6 @@ def test_a_budget_smaller_than_max_num_seqs_is_refused_with_both_ways_out():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("speculative_config", {"method": "ngram", "num_speculative_tokens": 4}),
         ("pipeline_parallel_size", 2),
         ("tensor_parallel_size", 2),
         ("pp_token_feedback", "broadcast"),

@@ -25,7 +25,7 @@ import torch
 
 from minivllm.attention import reference
 from minivllm.attention.metadata import AttentionMetadata, KVCache, PagedRows
-from minivllm.attention.torch_paged import TorchPagedAttention
+from minivllm.attention.torch_paged import TorchPagedAttention, write_rows
 from minivllm.config import ConfigError
 
 ENVIRONMENT_VARIABLE = "MINIVLLM_ATTENTION_BACKEND"
@@ -65,7 +65,7 @@ class TorchBackend:
 
     def store(self, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache, slot_mapping: torch.Tensor) -> None:
         for rows, cache in zip((k, v), kv_cache, strict=True):
-            cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, rows)
+            write_rows(cache.view(-1, *cache.shape[2:]), slot_mapping, rows)
 
     def attend(
         self,

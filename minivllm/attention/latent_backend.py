@@ -47,7 +47,7 @@ class LatentBackend:
         )
 
     def decode(self, layer: "MLAttention", q: torch.Tensor, cache: torch.Tensor, rows: PagedRows) -> torch.Tensor:
-        """Absorbed queries [B, H, d_c + d_r] -> what they read, [B, H, d_c]."""
+        """Absorbed queries [B * max_seqlen_q, H, d_c + d_r] -> what they read, [B * max_seqlen_q, H, d_c]."""
         raise NotImplementedError
 
     def varlen(

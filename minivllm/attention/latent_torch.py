@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from minivllm.attention import reference
 from minivllm.attention.latent_backend import LatentBackend
 from minivllm.attention.metadata import PagedRows
+from minivllm.attention.torch_paged import write_rows
 
 if TYPE_CHECKING:
     from minivllm.layers.mla import MLAttention
@@ -26,17 +27,18 @@ class LatentTorchBackend(LatentBackend):
         self._workspace = torch.empty(0)
 
     def store(self, c: torch.Tensor, k_rope: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        cache.view(-1, cache.shape[3]).index_copy_(0, slot_mapping, torch.cat((c, k_rope), dim=1))
+        write_rows(cache.view(-1, cache.shape[3]), slot_mapping, torch.cat((c, k_rope), dim=1))
 
     def decode(self, layer: "MLAttention", q: torch.Tensor, cache: torch.Tensor, rows: PagedRows) -> torch.Tensor:
         slots = rows.slots()
-        context = self._gather(cache, slots.reshape(-1)).view(len(q), 1, slots.shape[1], -1)
+        context = self._gather(cache, slots.reshape(-1)).view(*slots.shape, -1)[:, None]
         # Keys are values here: the rotary part of the result is what nobody asked for.
-        heads_as_queries = q[:, None]
+        heads_as_queries = q.view(len(slots), rows.max_seqlen_q, *q.shape[1:])
+        context = context.expand(-1, rows.max_seqlen_q, -1, -1)
         out = F.scaled_dot_product_attention(
-            heads_as_queries, context, context, attn_mask=rows.mask(), scale=layer.scale
+            heads_as_queries, context, context, attn_mask=rows.mask().transpose(1, 2), scale=layer.scale
         )
-        return out[:, 0, :, : layer.d_c]
+        return out.flatten(0, 1)[..., : layer.d_c]
 
     def varlen(
         self,
@@ -93,9 +95,10 @@ class LatentReferenceBackend(LatentTorchBackend):
 
     def decode(self, layer: "MLAttention", q: torch.Tensor, cache: torch.Tensor, rows: PagedRows) -> torch.Tensor:
         out, _ = reference.flash_mla_with_kvcache(
-            q[:, None], cache, rows.block_table, rows.seq_lens, layer.d_c, softmax_scale=layer.scale, causal=True
-        )
-        return out[:, 0]
+            q.view(-1, rows.max_seqlen_q, *q.shape[1:]), cache, rows.block_table, rows.seq_lens, layer.d_c,
+            softmax_scale=layer.scale, causal=True,
+        )  # fmt: skip
+        return out.flatten(0, 1)
 
     def varlen(
         self,

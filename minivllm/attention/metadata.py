@@ -3,9 +3,13 @@
 A step is one flat list of T tokens. Rows that decode come first, then longer runs of queries:
 
 ```
-    row        0 .. B-1                       B .. T-1
-               |- decode: one query a request -|- varlen: chunks of prompts, n_i queries each -|
+    row        0 .. B * width - 1                     B * width .. T - 1
+               |- decode: width queries a request -|- varlen: chunks of prompts, n_i queries each -|
 ```
+
+Without speculation a decode has one query. To verify drafts it has a few, and requests with fewer than the others are
+padded *in front*: masks are aligned bottom-right, so padding behind would shift what a row sees. Padding is stored
+nowhere (slot -1) and its output is discarded.
 
 Both parts are described alike (`PagedRows`), so that a kernel written for one can serve the other.
 """
@@ -38,7 +42,7 @@ class PagedRows:
     max_seqlen_q: int
     max_seqlen_k: int
     query_lens: list[int]
-    """[B] the same lengths, known on the host."""
+    """[B] the same lengths, known on the host; padding counts as queries."""
     context_lens: list[int]
     plans: dict[Any, Any] = field(default_factory=dict, repr=False)
     """What a backend worked out for these rows in the first layer of a step, for the layers after it."""
@@ -64,10 +68,15 @@ class PagedRows:
         return self._slots
 
     def mask(self) -> torch.Tensor:
-        """[B, 1, 1, max_seqlen_k] bool: True where a position exists; for one query a request."""
+        """[B, 1, max_seqlen_q, max_seqlen_k] bool, True where a query sees a position; all have max_seqlen_q rows.
+
+        Padding may stand before position 0. It sees that one all the same: a row without keys would be NaN.
+        """
         if self._mask is None:
             positions = torch.arange(self.max_seqlen_k, device=self.seq_lens.device)
-            self._mask = (positions < self.seq_lens[:, None])[:, None, None, :]
+            query = torch.arange(self.max_seqlen_q, device=self.seq_lens.device) - self.max_seqlen_q
+            last = (self.seq_lens[:, None] + query).clamp(min=0)[..., None]
+            self._mask = ((positions <= last) & (positions < self.seq_lens[:, None, None]))[:, None]
         return self._mask
 
 

@@ -21,20 +21,21 @@ class TorchPagedAttention:
         self._workspace = torch.empty(0)
 
     def decode(self, q: torch.Tensor, kv_cache: KVCache, rows: PagedRows, scale: float) -> torch.Tensor:
-        """One query a request.
+        """Equally many queries a request, mostly one.
 
         Args:
-            q: [B, H, D].
+            q: [B * max_seqlen_q, H, D].
             kv_cache: K and V, [num_blocks, block_size, Hkv, D] each.
 
         Returns:
-            [B, H, D].
+            [B * max_seqlen_q, H, D].
         """
         k, v = self._gather(kv_cache, rows.slots())
+        queries = q.view(-1, rows.max_seqlen_q, *q.shape[1:]).transpose(1, 2)
         out = F.scaled_dot_product_attention(
-            q[:, :, None], k, v, attn_mask=rows.mask(), scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            queries, k, v, attn_mask=rows.mask(), scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
-        return out[:, :, 0]
+        return out.transpose(1, 2).flatten(0, 1)
 
     def varlen(self, q: torch.Tensor, kv_cache: KVCache, rows: PagedRows, scale: float) -> torch.Tensor:
         """Several queries a request, causal, aligned bottom-right.
@@ -79,6 +80,14 @@ class TorchPagedAttention:
             torch.index_select(cache.view(-1, width), 0, slots.reshape(-1), out=out)
             gathered.append(out.view(*slots.shape, num_kv_heads, head_dim).transpose(1, 2))
         return gathered
+
+
+def write_rows(cache: torch.Tensor, slot_mapping: torch.Tensor, rows: torch.Tensor) -> None:
+    """Copy rows [T, ...] into a cache seen as [slots, ...]; rows of slot -1, which are padding, go nowhere."""
+    if (slot_mapping < 0).any():
+        is_real = slot_mapping >= 0
+        slot_mapping, rows = slot_mapping[is_real], rows[is_real]
+    cache.index_copy_(0, slot_mapping, rows)
 
 
 def _chunk_mask(num_queries: int, context_len: int, device: torch.device) -> torch.Tensor:

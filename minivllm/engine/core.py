@@ -52,15 +52,24 @@ class EngineCore:
         self.scheduler = self._make_scheduler()
 
     def _make_scheduler(self) -> Scheduler:
-        config = self.config
+        config, speculation = self.config, self.config.speculation
+        manager = KVCacheManager(
+            self.num_blocks,
+            self.block_size,
+            self.max_model_len,
+            config.enable_prefix_caching,
+            drop_last_hit_block=speculation is not None and speculation.method == "mtp",
+        )
         return Scheduler(
-            KVCacheManager(self.num_blocks, self.block_size, self.max_model_len, config.enable_prefix_caching),
+            manager,
             max_model_len=self.max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             enable_chunked_prefill=config.enable_chunked_prefill,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             scheduling_policy=config.scheduling_policy,
+            num_lookahead_tokens=0 if speculation is None else speculation.num_lookahead_tokens,
+            num_speculative_tokens=config.num_speculative_tokens,
         )
 
     def add_request(self, request: Request) -> None:

@@ -10,6 +10,7 @@ Everything is plain Python: a message can be printed in a notebook, compared in 
 from dataclasses import dataclass, field
 
 from minivllm.engine.request import Request
+from minivllm.engine.spec_stats import SpecDecodeStats
 from minivllm.sampling_params import SamplingParams
 
 
@@ -130,6 +131,8 @@ class EngineCoreOutput:
     num_cached_tokens: int = 0
     queue_time: float = 0.0
     """Seconds between arrival and the first step that took the request."""
+    spec_decode: SpecDecodeStats | None = None
+    """What became of its drafts so far; the request's own books, which go on."""
 
     @classmethod
     def of(cls, request: Request, num_new: int, model_output: ModelRunnerOutput) -> "EngineCoreOutput":
@@ -144,4 +147,5 @@ class EngineCoreOutput:
             request.stop_reason,
             request.num_cached_tokens or 0,
             request.first_scheduled_time - request.arrival_time,
+            request.spec_decode,
         )

@@ -27,6 +27,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from minivllm.engine.spec_stats import SpecDecodeStats
 from minivllm.sampling_params import SamplingParams
 
 
@@ -63,6 +64,8 @@ class Request:
     num_computed_tokens: int = 0
     spec_token_ids: list[int] = field(default_factory=list)
     """Drafts that wait for verification in the next step of this request."""
+    spec_decode: SpecDecodeStats = field(default_factory=SpecDecodeStats, repr=False)
+    """What became of its drafts so far."""
     num_output_placeholders: int = 0
     """Tokens that steps in flight may bring at most; 0 where the scheduler waits for every step's results."""
     num_cached_tokens: int | None = None

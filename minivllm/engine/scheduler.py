@@ -276,6 +276,8 @@ class Scheduler:
                 drafts = scheduler_output.scheduled_spec_decode_tokens.get(req_id)
                 num_rejected = len(drafts) + 1 - len(token_ids) if drafts else 0
                 request.num_computed_tokens -= num_rejected
+                if drafts:
+                    request.spec_decode.record(len(drafts), len(token_ids) - 1, num_kept)
                 if self.async_scheduling:
                     request.num_output_placeholders -= num_rejected + num_kept
                 elif model_output.draft_token_ids and req_id not in step.prefill_chunks:

@@ -15,6 +15,7 @@ baseline are measured with one measure. Times are in seconds.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from minivllm.engine.spec_stats import SpecDecodeStats
 from minivllm.engine.trace import PARTS, Trace
 
 
@@ -76,6 +77,8 @@ class Summary:
     """Share of the tokens looked up in the prefix cache that it had."""
     acceptance_rate: float
     """Share of the drafts verified that were accepted."""
+    mean_acceptance_length: float
+    """Tokens that a verification of drafts yields on average; 1 where there was none."""
     num_preemptions: int
     num_recomputed_tokens: int
     mean_budget_use: float
@@ -123,6 +126,16 @@ def request_metrics(trace: Trace) -> list[RequestMetrics]:
     return list(metrics.values())
 
 
+def spec_decode(trace: Trace) -> SpecDecodeStats:
+    """What became of all drafts, position by position."""
+    stats = SpecDecodeStats()
+    for event in trace.steps:
+        for row in event.scheduled:
+            if row.num_drafts and row.num_output:
+                stats.record(row.num_drafts, row.num_accepted, row.num_output)
+    return stats
+
+
 def summarise(trace: Trace) -> Summary:
     """The trace in a dozen numbers."""
     requests = request_metrics(trace)
@@ -141,6 +154,7 @@ def summarise(trace: Trace) -> Summary:
         queue_times=[request.queue_time for request in requests],
         hit_rate=_ratio(sum(hit for hit, _ in hits), sum(looked_up for _, looked_up in hits)),
         acceptance_rate=_ratio(sum(row.num_accepted for row in drafted), sum(row.num_drafts for row in drafted)),
+        mean_acceptance_length=spec_decode(trace).mean_acceptance_length,
         num_preemptions=sum(request.num_preemptions for request in requests),
         num_recomputed_tokens=sum(request.num_recomputed_tokens for request in requests),
         mean_budget_use=_ratio(sum(budget_use(trace)), len(trace.steps)),

@@ -74,9 +74,7 @@ class Sampler:
 
             seeds, positions = metadata.seeds, metadata.positions
             return sample_rows(logits, metadata.temperature, seeds, positions, _LOWEST_TEMPERATURE)
-        logits = apply_penalties(logits.float(), metadata.penalties)
-        for row, token_ids in metadata.banned_token_ids:
-            logits[row, token_ids] = float("-inf")
+        logits = process(logits.float(), metadata)
         if metadata.all_greedy:
             return logits.argmax(dim=-1)
         u = uniform(metadata.seeds, metadata.positions, Purpose.SAMPLE)
@@ -84,6 +82,14 @@ class Sampler:
         if metadata.all_random:
             return sampled
         return torch.where(metadata.temperature == 0, logits.argmax(dim=-1), sampled)
+
+
+def process(logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+    """Penalties and min_tokens, in place: what greedy rows take the argmax of."""
+    logits = apply_penalties(logits, metadata.penalties)
+    for row, token_ids in metadata.banned_token_ids:
+        logits[row, token_ids] = float("-inf")
+    return logits
 
 
 def apply_penalties(logits: torch.Tensor, rows: list[PenaltyRow]) -> torch.Tensor:

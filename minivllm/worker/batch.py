@@ -7,7 +7,10 @@ of the requests. A preempted request is *parked*: its tokens are kept, its row a
 Arrays (R = max_num_seqs, L = max_model_len, W = blocks of the longest request):
 
     token_ids [R, L] int32        block_table [R, W] int32       num_tokens, num_prompt_tokens, num_computed [R] int64
-    temperature, top_p, min_p [R] float32                        top_k, seeds [R] int64
+    temperature, top_p, min_p [R] float32                        top_k, seeds, num_drafter_computed [R] int64
+
+Drafts to verify stand in token_ids behind the num_tokens accepted ones, until the tokens that the step emits take their
+places. Rejected ones need no cleaning up: num_computed comes anew with each message, and reads end there.
 """
 
 from dataclasses import dataclass, field
@@ -36,6 +39,8 @@ class RequestState:
     """[V] bool, tokens of the prompt; only where penalties need it."""
     output_counts: torch.Tensor | None = field(default=None, repr=False)
     """[V] float32, how often each token is in the output; only where penalties need it."""
+    draft_probs: torch.Tensor | None = field(default=None, repr=False)
+    """[k, V] float32, what the drafts to be verified next were drawn from; None where they were not drawn."""
 
 
 class PersistentBatch:
@@ -61,6 +66,7 @@ class PersistentBatch:
         self.min_p = np.zeros(max_num_seqs, dtype=np.float32)
         self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
         self.seeds = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_drafter_computed = np.zeros(max_num_seqs, dtype=np.int64)
         self.states: dict[str, RequestState] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
@@ -81,6 +87,8 @@ class PersistentBatch:
                 self._seat(state, state.parked_token_ids)
             self._append_blocks(state.row, block_ids)
             self.num_computed[state.row] = num_computed
+            if req_id in cached.resumed_req_ids:
+                self.num_drafter_computed[state.row] = num_computed
 
     def token_ids_of(self, req_id: str) -> np.ndarray:
         """All token ids of a request that has a row, [num_tokens] int32."""
@@ -97,6 +105,12 @@ class PersistentBatch:
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
 
+    def append_tokens(self, rows: np.ndarray, token_ids: np.ndarray, counts: np.ndarray) -> None:
+        """The first counts[i] of token_ids[i] for each of these rows; token_ids [B, k + 1], counts [B] at least 1."""
+        for column in range(token_ids.shape[1]):
+            more = counts > column
+            self.append_token(rows[more], token_ids[more, column])
+
     def _add(self, new: NewRequestData) -> None:
         state = RequestState(
             new.req_id, new.sampling_params, new.stop_token_ids, num_prompt_tokens=len(new.prompt_token_ids)
@@ -104,13 +118,13 @@ class PersistentBatch:
         self.states[new.req_id] = state
         self._seat(state, np.asarray(new.prompt_token_ids, dtype=np.int32))
         self._append_blocks(state.row, new.block_ids)
-        self.num_computed[state.row] = new.num_computed_tokens
+        self.num_computed[state.row] = self.num_drafter_computed[state.row] = new.num_computed_tokens
 
     def _seat(self, state: RequestState, token_ids: np.ndarray) -> None:
         """Give a new or resumed request a row with an empty block table."""
         row = state.row = self._free_rows.pop()
         params = state.sampling_params
-        state.parked_token_ids = None
+        state.parked_token_ids = state.draft_probs = None
         self.token_ids[row, : len(token_ids)] = token_ids
         self.num_tokens[row] = len(token_ids)
         self.num_prompt_tokens[row] = state.num_prompt_tokens

@@ -68,9 +68,24 @@ class KVCacheSpec:
         return 2, num_blocks, self.block_size, self.num_kv_heads, self.head_dim
 
 
+@dataclass(frozen=True)
+class JointCacheSpec:
+    """Caches that share block ids, a target's and its drafter's: a block takes room in each."""
+
+    parts: tuple[KVCacheSpec | LatentCacheSpec, ...]
+
+    @property
+    def block_size(self) -> int:
+        return self.parts[0].block_size
+
+    @property
+    def bytes_per_block(self) -> int:
+        return sum(part.bytes_per_block for part in self.parts)
+
+
 def count_blocks(
     config: EngineConfig,
-    spec: KVCacheSpec | LatentCacheSpec,
+    spec: KVCacheSpec | LatentCacheSpec | JointCacheSpec,
     max_model_len: int,
     device: torch.device,
     measure_activations: Callable[[], int],
@@ -97,7 +112,7 @@ def count_blocks(
     return num_blocks
 
 
-def _check_fits(config: EngineConfig, spec: KVCacheSpec | LatentCacheSpec, num_blocks: int) -> None:
+def _check_fits(config: EngineConfig, spec: KVCacheSpec | LatentCacheSpec | JointCacheSpec, num_blocks: int) -> None:
     if num_blocks < 1:
         raise ConfigError(
             f"there is no room for the KV cache: one block of {spec.block_size} tokens takes "

@@ -1,14 +1,14 @@
-"""One step on the device: update_states -> prepare inputs -> forward -> sample.
+"""One step on the device: update_states -> prepare inputs -> forward -> sample -> propose drafts.
 
 The runner owns the model, the paged KV cache and the persistent batch. It learns about requests from
 `SchedulerOutput` alone, and tells in `ModelRunnerOutput` what came of the step.
 """
 
+import itertools
+
 import numpy as np
 import torch
 
-from minivllm.attention.backend import choose_backend
-from minivllm.attention.latent import choose_latent_backend, resolve_latent_cache
 from minivllm.attention.latent_backend import SkippedLatentAttention
 from minivllm.attention.metadata import AttentionMetadata
 from minivllm.config import ConfigError, EngineConfig
@@ -17,10 +17,16 @@ from minivllm.forward_context import ForwardContext, set_forward_context
 from minivllm.layers.mla import MLAttention
 from minivllm.models.registry import load_model, resolve_dtype
 from minivllm.sample.logprobs import gather_logprobs
-from minivllm.sample.sampler import PenaltyRow, Sampler, SamplingMetadata
-from minivllm.worker.batch import PersistentBatch, RequestState
-from minivllm.worker.inputs import StepInputs, copy_to_device, prepare_inputs
-from minivllm.worker.kv_memory import KVCacheSpec, LatentCacheSpec, count_blocks
+from minivllm.sample.rejection import RejectionSampler
+from minivllm.sample.sampler import Sampler
+from minivllm.speculate.choose import make_proposer
+from minivllm.speculate.drafter import CachedProposer
+from minivllm.speculate.proposer import VerifiedStep
+from minivllm.worker.batch import PersistentBatch
+from minivllm.worker.inputs import StepInputs, prepare_inputs, ranges
+from minivllm.worker.kv_memory import JointCacheSpec, count_blocks
+from minivllm.worker.paged_cache import PagedCache
+from minivllm.worker.sampling_inputs import SamplingInputs
 
 _PROMPT_LOGPROBS_ROWS = 256
 """Logits of so many prompt rows at a time: all rows of a long prompt times a large vocabulary would not fit."""
@@ -38,6 +44,7 @@ class ModelRunner:
         num_blocks: KV cache blocks.
         kv_caches: for each attention layer [2, num_blocks, block_size, num_kv_heads, head_dim], or the latents of MLA
             [num_blocks, block_size, 1, d_c + d_r].
+        bytes_per_block: of a block in all layers, those of a drafter included.
     """
 
     def __init__(self, config: EngineConfig, model_path: str) -> None:
@@ -50,55 +57,40 @@ class ModelRunner:
         self.dtype = resolve_dtype(config.dtype, self.device, self.hf_config)
         self.vocab_size = self.hf_config.vocab_size
         self.max_model_len = config.resolve_max_model_len(self.hf_config.max_position_embeddings)
-        first = self.model.attention_layers()[0]
-        self.is_mla = isinstance(first, MLAttention)
+        layers = self.model.attention_layers()
+        self.is_mla = isinstance(layers[0], MLAttention)
         self.block_size = config.resolved_block_size(self.is_mla)
-        asked = config.attention_backend, self.device
-        if self.is_mla:
-            self.attention_backend = choose_latent_backend(*asked, first, self.block_size)
-        else:
-            self.attention_backend = choose_backend(*asked, first.head_dim, self.block_size)
-        self.sampler = Sampler()
-        self.kv_caches: dict[str, torch.Tensor] = {}
+        self.cache = PagedCache(layers, config, self.device, self.dtype, self.block_size)
+        self.attention_backend = self.cache.backend
+        self.sampler, self.rejection_sampler = Sampler(), RejectionSampler()
+        self.proposer = make_proposer(self, model_path)
         self._allocate_kv_cache()
-        self._caches_by_layer = {name: cache if self.is_mla else tuple(cache) for name, cache in self.kv_caches.items()}
         self.reset()
 
     def reset(self) -> None:
         """Forget all requests."""
         self.batch = PersistentBatch(self.config.max_num_seqs, self.max_model_len, self.block_size)
+        self.sampling_inputs = SamplingInputs(self.batch, self.vocab_size, self.device)
 
     def _allocate_kv_cache(self) -> None:
-        layers = self.model.attention_layers()
-        asked = self.config.kv_cache_dtype, self.dtype, self.attention_backend.name
-        spec: KVCacheSpec | LatentCacheSpec
-        if self.is_mla:
-            self.kv_cache_dtype, row_size = resolve_latent_cache(*asked, layers[0])
-            spec = LatentCacheSpec(len(layers), self.block_size, row_size, self.kv_cache_dtype.itemsize)
-        else:
-            self.kv_cache_dtype = resolve_kv_cache_dtype(*asked)
-            spec = KVCacheSpec(
-                num_layers=len(layers),
-                block_size=self.block_size,
-                num_kv_heads=layers[0].num_kv_heads,
-                head_dim=layers[0].head_dim,
-                bytes_per_element=self.kv_cache_dtype.itemsize,
-            )
-        self.kv_cache_spec = spec
+        caches = [self.cache]
+        if isinstance(self.proposer, CachedProposer):
+            caches.append(self.proposer.cache)
+        self.kv_cache_spec, self.kv_cache_dtype = self.cache.spec, self.cache.dtype
+        spec = JointCacheSpec(tuple(cache.spec for cache in caches))
+        self.bytes_per_block = spec.bytes_per_block
         self.num_blocks = count_blocks(self.config, spec, self.max_model_len, self.device, self._measure_activations)
         capacity = self.num_blocks * self.block_size
         if self.config.max_model_len is None:
             self.max_model_len = min(self.max_model_len, capacity)
-        for layer in layers:
-            # Not zeroed: nothing may ever read a slot that was not written, and tests poison them to prove it.
-            self.kv_caches[layer.layer_name] = torch.empty(
-                spec.layer_shape(self.num_blocks), dtype=self.kv_cache_dtype, device=self.device
-            )
+        for cache in caches:
+            cache.allocate(self.num_blocks)
+        self.kv_caches = self.cache.tensors
 
     def _measure_activations(self) -> int:
         """Bytes that the largest step takes beyond weights and cache: a trial run without attention or cache."""
         num_tokens = self.config.max_num_batched_tokens
-        num_requests = min(self.config.max_num_seqs, num_tokens)
+        num_requests = min(self.config.max_num_seqs * (self.config.num_speculative_tokens + 1), num_tokens)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         context = ForwardContext(
@@ -123,98 +115,74 @@ class ModelRunner:
         self.batch.update_states(scheduler_output)
         if not scheduler_output.num_scheduled_tokens:
             return ModelRunnerOutput()
-        inputs = prepare_inputs(self.batch, scheduler_output, self.device)
+        inputs = prepare_inputs(self.batch, scheduler_output, self.device, self.config.num_speculative_tokens)
         hidden = self.forward(inputs)
         output = ModelRunnerOutput(prompt_logprobs=self._prompt_logprobs(inputs, hidden))
+        num_emitted = np.zeros(0, dtype=np.int64)
         if len(inputs.sampled):
-            self.sample(inputs, hidden, output)
+            num_emitted = self.sample(inputs, hidden, output)
+        if self.proposer is not None:
+            self.propose(inputs, hidden, num_emitted, output)
         return output
+
+    @torch.inference_mode()
+    def propose(
+        self, inputs: StepInputs, hidden: torch.Tensor, num_emitted: np.ndarray, output: ModelRunnerOutput
+    ) -> None:
+        """Draft what may follow the emitted tokens; num_emitted [S] as `sample` returned it."""
+        num_accepted_rows = inputs.num_scheduled.copy()
+        num_accepted_rows[inputs.sampled] -= inputs.num_drafts + 1 - num_emitted
+        drafts = self.proposer.propose(VerifiedStep(self.batch, inputs, hidden, num_accepted_rows, self.max_model_len))
+        output.draft_token_ids = drafts.token_ids
+        for index in inputs.sampled:
+            state = inputs.states[index]
+            state.draft_probs = drafts.probabilities.get(state.req_id)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Run the model over the step's tokens; their K and V are in the cache afterwards. Returns hidden [T, H]."""
-        with set_forward_context(ForwardContext(inputs.attention, self.attention_backend, self._caches_by_layer)):
+        with set_forward_context(self.cache.context(inputs.attention)):
             return self.model(inputs.input_ids, inputs.positions)
 
     @torch.inference_mode()
-    def sample(self, inputs: StepInputs, hidden: torch.Tensor, output: ModelRunnerOutput) -> None:
-        """Choose a token for each request whose last known token was computed: into the batch and the output."""
+    def sample(self, inputs: StepInputs, hidden: torch.Tensor, output: ModelRunnerOutput) -> np.ndarray:
+        """Choose tokens for each request whose last known token was computed: into the batch and the output.
+
+        Returns:
+            [S] how many each of them got: one, and one more for each draft that was accepted.
+        """
         states = [inputs.states[index] for index in inputs.sampled]
         rows = inputs.rows[inputs.sampled]
         raw_logits = self.model.compute_logits(hidden[inputs.logits_rows])
         wanted = [index for index, state in enumerate(states) if state.sampling_params.logprobs is not None]
         # Processors work in place, and log-probabilities are those of the raw logits.
         logits = raw_logits.clone() if wanted else raw_logits
-        token_ids = self.sampler(logits, self._sampling_metadata(states, rows))
+        cu_rows = np.append(0, (inputs.num_drafts + 1).cumsum())
+        if inputs.num_drafts.any():
+            draft_rows = self.sampling_inputs.draft_rows(states, rows, inputs.num_drafts, cu_rows)
+            token_ids = self.rejection_sampler(logits.float(), **vars(draft_rows))
+        else:
+            token_ids = self.sampler(logits, self.sampling_inputs.metadata(states, rows))[:, None]
+        on_host = token_ids.cpu().numpy()
+        num_emitted = (on_host >= 0).sum(axis=1)
         for index, state in enumerate(states):
             if state.output_counts is not None:
-                state.output_counts[token_ids[index]] += 1
+                emitted = token_ids[index, : num_emitted[index]]
+                state.output_counts.index_add_(0, emitted, torch.ones_like(emitted, dtype=torch.float32))
         if wanted:
-            entries = gather_logprobs(
-                raw_logits[wanted], token_ids[wanted], [states[i].sampling_params.logprobs for i in wanted]
-            )
-            output.logprobs = {states[i].req_id: [entry] for i, entry in zip(wanted, entries, strict=True)}
-        on_host = token_ids.tolist()
-        self.batch.append_token(rows, np.array(on_host))
-        output.sampled_token_ids = {state.req_id: [token_id] for state, token_id in zip(states, on_host, strict=True)}
-
-    def _sampling_metadata(self, states: list[RequestState], rows: np.ndarray) -> SamplingMetadata:
-        batch = self.batch
-        temperature, top_k = batch.temperature[rows], batch.top_k[rows]
-        is_random = temperature > 0
-        random_top_k = top_k[is_random]
-        tensors = copy_to_device(
-            {
-                "temperature": temperature,
-                "top_k": top_k,
-                "top_p": batch.top_p[rows],
-                "min_p": batch.min_p[rows],
-                "seeds": batch.seeds[rows],
-                "positions": batch.num_tokens[rows],
-            },
-            self.device,
-        )
-        return SamplingMetadata(
-            **tensors,
-            all_greedy=not is_random.any(),
-            all_random=bool(is_random.all()),
-            max_top_k=int(random_top_k.max()) if random_top_k.size and random_top_k.all() else 0,
-            any_top_k=bool(random_top_k.any()),
-            any_top_p=bool((batch.top_p[rows] < 1)[is_random].any()),
-            any_min_p=bool((batch.min_p[rows] > 0)[is_random].any()),
-            penalties=[
-                self._penalty_row(index, state)
-                for index, state in enumerate(states)
-                if state.sampling_params.has_penalties
-            ],
-            banned_token_ids=[
-                (index, sorted(state.stop_token_ids))
-                for index, state in enumerate(states)
-                if state.stop_token_ids and self._num_outputs(state) < state.sampling_params.min_tokens
-            ],
-        )
-
-    def _num_outputs(self, state: RequestState) -> int:
-        return int(self.batch.num_tokens[state.row]) - state.num_prompt_tokens
-
-    def _penalty_row(self, index: int, state: RequestState) -> PenaltyRow:
-        """Counts are made once from the tokens and then kept up to date, also while a request is preempted."""
-        if state.output_counts is None:
-            tokens = self.batch.token_ids[state.row, : self.batch.num_tokens[state.row]].astype(np.int64)
-            prompt, outputs = np.split(tokens, [state.num_prompt_tokens])
-            counts = np.bincount(outputs, minlength=self.vocab_size).astype(np.float32)
-            mask = np.bincount(prompt, minlength=self.vocab_size) > 0
-            state.prompt_mask = torch.from_numpy(mask).to(self.device)
-            state.output_counts = torch.from_numpy(counts).to(self.device)
-        params = state.sampling_params
-        return PenaltyRow(
-            index,
-            state.prompt_mask,
-            state.output_counts,
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
-        )
+            counts = num_emitted[wanted]
+            logits_rows = torch.from_numpy(ranges(cu_rows[wanted], counts)).to(self.device)
+            chosen = torch.from_numpy(on_host[wanted][on_host[wanted] >= 0]).to(self.device)
+            num_top = np.repeat([states[index].sampling_params.logprobs for index in wanted], counts).tolist()
+            entries = iter(gather_logprobs(raw_logits[logits_rows], chosen, num_top))
+            for index in wanted:
+                output.logprobs[states[index].req_id] = list(itertools.islice(entries, int(num_emitted[index])))
+        self.batch.append_tokens(rows, on_host, num_emitted)
+        output.sampled_token_ids = {
+            state.req_id: tokens[:count].tolist()
+            for state, tokens, count in zip(states, on_host, num_emitted, strict=True)
+        }
+        return num_emitted
 
     def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, list[TokenLogprobs]]:
         """Row p of a prompt predicts token p + 1; rows that were returned before a preemption are left out."""
@@ -250,18 +218,6 @@ class _SkippedAttention:
 
     def attend(self, q: torch.Tensor, *_: object) -> torch.Tensor:
         return torch.zeros_like(q)
-
-
-def resolve_kv_cache_dtype(kv_cache_dtype: str, dtype: torch.dtype, backend: str) -> torch.dtype:
-    """The model's own dtype, or float8_e4m3fn for "fp8"; raises ConfigError where the backend cannot read that."""
-    if kv_cache_dtype == "auto":
-        return dtype
-    if backend != "triton":
-        raise ConfigError(
-            f"kv_cache_dtype='fp8' needs attention_backend='triton', not {backend!r}: the other backends read only a "
-            "cache of the model's own dtype"
-        )
-    return torch.float8_e4m3fn
 
 
 def resolve_device(device: str) -> torch.device:

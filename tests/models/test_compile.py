@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from cached_forward import CachedForward
+from tiny_deepseek import random_prompt, save_deepseek
 
 from minivllm.models.registry import load_model
-from tests.models.cached_forward import CachedForward
-from tests.tiny_deepseek import random_prompt, save_deepseek
 
 
 @pytest.mark.parametrize("version", [2, 3])

@@ -4,7 +4,9 @@ import json
 
 import pytest
 import torch
+from cached_forward import logits_in_steps
 from safetensors.torch import load_file, save_file
+from tiny_deepseek import random_prompt, save_deepseek
 
 from minivllm.checkpoints.errors import CheckpointError
 from minivllm.config import GEMM_BACKENDS, QUANTIZATIONS, ConfigError, EngineConfig
@@ -21,8 +23,6 @@ from minivllm.layers.linear import Linear
 from minivllm.layers.quantization import FORMATS
 from minivllm.models.registry import load_model
 from minivllm.moe.layer import RoutedExperts
-from tests.models.cached_forward import logits_in_steps
-from tests.tiny_deepseek import random_prompt, save_deepseek
 
 WIDE = {
     "hidden_size": 128,
