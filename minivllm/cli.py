@@ -6,6 +6,7 @@ Ctrl-C ends with 130.
 
 import argparse
 import dataclasses
+import importlib
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from minivllm.sampling_params import SamplingParams
 
 DEFAULT_MODEL = "smollm2-135m"
+GEMM_FAMILIES, MOE_FAMILIES = ("bf16", "fp8_block", "fp8_token", "int8"), ("bf16", "fp8_block")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,6 +64,8 @@ def _parser() -> argparse.ArgumentParser:
 
     engine.add_arguments(bench_commands.add_parser("engine", help="throughput of the whole engine, with peers"))
     _add_kernels(bench_commands.add_parser("kernels", help="the attention kernels at well-known shapes, with peers"))
+    _add_products(bench_commands, "gemm", "matrix products in 16 and 8 bits, with the libraries", GEMM_FAMILIES)
+    _add_products(bench_commands, "moe", "the experts of a layer, with peers", MOE_FAMILIES)
     equality.add_arguments(bench_commands.add_parser("equality", help="greedy tokens against transformers'"))
     scheduler.add_arguments(bench_commands.add_parser("scheduler", help="a step's cost before any model runs"))
     return parser
@@ -93,6 +97,7 @@ def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     engine.add_argument("--device", default="auto", help="auto, cpu or cuda")
     engine.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt and output together")
     engine.add_argument("--block-size", type=int, metavar="N", help="tokens in one KV cache block")
+    engine.add_argument("--quantization", choices=("fp8", "fp8_block", "int8"), help="default: none")
     engine.add_argument("--attention-backend", default="auto", help="auto, torch or reference")
     engine.add_argument("--speculate", metavar="METHOD", help="ngram, draft_model or mtp (default: no drafts)")
     engine.add_argument("--num-speculative-tokens", type=int, default=4, metavar="K", help="drafts a step (default: 4)")
@@ -118,6 +123,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         max_model_len=arguments.max_model_len,
         block_size=arguments.block_size,
+        quantization=arguments.quantization,
         attention_backend=arguments.attention_backend,
         speculative_config=_speculative_config(arguments),
     )
@@ -186,6 +192,20 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_bench_kernels)
     parser.add_argument("--family", choices=("flash", "paged", "mla"), help="default: all three")
     parser.add_argument("--json", metavar="OUT", help="write a result file")
+
+
+def _add_products(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, what: str, families: tuple[str, ...]
+) -> None:
+    parser = commands.add_parser(name, help=what)
+    parser.set_defaults(run=_bench_products, benchmark=name)
+    parser.add_argument("--family", choices=families, help="default: all of them")
+    parser.add_argument("--json", metavar="OUT", help="write a result file")
+
+
+def _bench_products(arguments: argparse.Namespace) -> int:
+    module = importlib.import_module(f"minivllm.bench.{arguments.benchmark}")
+    return module.run(arguments)
 
 
 def _bench_kernels(arguments: argparse.Namespace) -> int:

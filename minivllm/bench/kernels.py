@@ -50,6 +50,7 @@ class Case:
     """The rows of an output that are compared."""
     wanted: Callable[[], Tensor] = field(repr=False)
     """The oracle's float64 answer for those rows."""
+    dtype: str = "bfloat16"
 
 
 def _cumulative(length: int, batch: int) -> Tensor:
@@ -230,7 +231,7 @@ def measure(case: Case, ceilings: dict[str, float]) -> list[Measurement]:
         if name == "minivllm":
             extra["choice"] = case.choice
         m = Measurement.from_samples(
-            f"{case.name}/{name}", rates, shapes=dict(case.shapes), dtype="bfloat16", unit=case.unit,
+            f"{case.name}/{name}", rates, shapes=dict(case.shapes), dtype=case.dtype, unit=case.unit,
             warmup=_WARMUP, extra=extra,
         )  # fmt: skip
         extra["share_of_ceiling"] = m.median / ceilings[case.unit]
