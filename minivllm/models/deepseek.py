@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from minivllm.engine.stages import Stage
 from minivllm.layers.embedding import LMHead, VocabEmbedding
 from minivllm.layers.linear import Linear
 from minivllm.layers.mla import MLAttention
@@ -65,38 +66,47 @@ class DeepseekDecoderLayer(nn.Module):
 class DeepseekForCausalLM(nn.Module):
     """A DeepSeek model for positions below max_model_len, from a Hugging Face config.
 
-    Parameters are uninitialised until their slots are filled. Raises ValueError for a config that asks for what is not
-    built: another scoring function or way of choosing experts, biases, an activation other than SiLU.
+    Parameters are uninitialised until their slots are filled. `stage` is the part of the model to build (None: all of
+    it). Raises ValueError for a config that asks for what is not built: another scoring function or way of choosing
+    experts, biases, an activation other than SiLU.
     """
 
-    def __init__(self, config: Any, max_model_len: int) -> None:
+    def __init__(self, config: Any, max_model_len: int, stage: Stage | None = None) -> None:
         super().__init__()
         check_supported(config)
+        self.stage = stage or Stage.whole(config.num_hidden_layers)
         for name in ("attention_bias", "mlp_bias"):
             if getattr(config, name, False):
                 raise ValueError(f"{name} is not supported for DeepSeek models: set it to false")
         routing = self.routing_of(config)
-        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = self.norm = self.lm_head = None
+        if self.stage.is_first or (self.stage.is_last and config.tie_word_embeddings):
+            self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size)
         self.rotary = RotaryEmbedding(config, config.qk_rope_head_dim, max_model_len)
-        self.layers = nn.ModuleList(
-            DeepseekDecoderLayer(config, index, routing) for index in range(config.num_hidden_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size)
-        if config.tie_word_embeddings:
-            self.lm_head.tie(self.embed_tokens)
+        self.layers = nn.ModuleList(DeepseekDecoderLayer(config, index, routing) for index in self.stage.layers)
+        if self.stage.is_last:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.lm_head = LMHead(config.vocab_size, config.hidden_size)
+            if config.tie_word_embeddings:
+                self.lm_head.tie(self.embed_tokens)
 
     def routing_of(self, config: Any) -> Routing:
         """The router's settings; raises ValueError for those that are not known."""
         raise NotImplementedError
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """input_ids and positions [T] int64 -> hidden states after the final norm [T, hidden_size]."""
-        hidden, residual = self.embed_tokens(input_ids), None
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, received: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """input_ids and positions [T] int64 -> hidden states after the final norm [T, hidden_size].
+
+        A stage that is not the first takes `received` [2, T, hidden_size] from the one before it, and may change it;
+        one that is not the last returns such a tensor (models/llama.py).
+        """
+        hidden, residual = (self.embed_tokens(input_ids), None) if received is None else received.unbind()
         cos, sin = self.rotary(positions, hidden.dtype)
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, cos, sin)
-        return self.norm(hidden, residual)[0]
+        return self.norm(hidden, residual)[0] if self.norm is not None else torch.stack((hidden, residual))
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [N, hidden_size], rows of what `forward` returned -> logits [N, vocab_size]."""
@@ -121,11 +131,13 @@ class DeepseekForCausalLM(nn.Module):
 
     def slots(self) -> Slots:
         """Yields (name in the checkpoint, tensor to copy into) for all that a checkpoint must hold."""
-        yield from self.embed_tokens.slots("model.embed_tokens")
+        if self.embed_tokens is not None:
+            yield from self.embed_tokens.slots("model.embed_tokens")
         for layer in self.layers:
             yield from layer.slots()
-        yield "model.norm.weight", self.norm.weight
-        yield from self.lm_head.slots("lm_head")
+        if self.stage.is_last:
+            yield "model.norm.weight", self.norm.weight
+            yield from self.lm_head.slots("lm_head")
 
     def finalize(self) -> None:
         """Called once, after loading; no slots after it."""

@@ -11,7 +11,8 @@ state, and guesses the one after it. Three rules, which training shares:
 - the embedding is zeroed at position 0.
 
 A checkpoint keeps layer i under model.layers.{num_hidden_layers + i}. Embedding and head may be stored there once more,
-as DeepSeek does; where they are not, they are the target's.
+as DeepSeek does; where they are not, they are the target's. A target that is the last of several stages has no
+embedding: then the layers read the checkpoint's once more.
 """
 
 from collections.abc import Iterator
@@ -30,15 +31,21 @@ Slots = Iterator[tuple[str, torch.Tensor]]
 
 
 class MTPLayer(nn.Module):
-    """One MTP layer. Embedding and head are the target's unless `has_own_embedding`, `has_own_head` say otherwise."""
+    """One MTP layer. Embedding and head are the model's unless `has_own_embedding`, `has_own_head` say otherwise."""
 
     def __init__(
-        self, config: Any, index: int, target: DeepseekForCausalLM, has_own_embedding: bool, has_own_head: bool
+        self,
+        config: Any,
+        index: int,
+        target: DeepseekForCausalLM,
+        embedding: VocabEmbedding,
+        has_own_embedding: bool,
+        has_own_head: bool,
     ) -> None:
         super().__init__()
         size = config.hidden_size
         self.has_own_embedding, self.has_own_head = has_own_embedding, has_own_head
-        self.embed_tokens = VocabEmbedding(config.vocab_size, size) if has_own_embedding else target.embed_tokens
+        self.embed_tokens = VocabEmbedding(config.vocab_size, size) if has_own_embedding else embedding
         self.enorm, self.hnorm = RMSNorm(size, config.rms_norm_eps), RMSNorm(size, config.rms_norm_eps)
         self.eh_proj = Linear(2 * size, size)
         self.block = DeepseekDecoderLayer(config, index, target.routing_of(config))
@@ -79,11 +86,17 @@ class DeepseekMTP(nn.Module):
     def __init__(self, config: Any, target: DeepseekForCausalLM, tensor_names: frozenset[str]) -> None:
         super().__init__()
         self.rotary = target.rotary
+        self._read_again = None
+        embedding = target.embed_tokens
+        own = [f"{prefix}embed_tokens.weight" in tensor_names for prefix in mtp_prefixes(config)]
+        if embedding is None and not all(own):
+            embedding = self._read_again = VocabEmbedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             MTPLayer(
                 config,
                 config.num_hidden_layers + index,
                 target,
+                embedding,
                 has_own_embedding=f"{prefix}embed_tokens.weight" in tensor_names,
                 has_own_head=f"{prefix}shared_head.head.weight" in tensor_names,
             )
@@ -110,6 +123,8 @@ class DeepseekMTP(nn.Module):
 
     def slots(self) -> Slots:
         """Yields (name in the checkpoint, tensor to copy into)."""
+        if self._read_again is not None:
+            yield from self._read_again.slots("model.embed_tokens")
         for layer in self.layers:
             yield from layer.slots()
 

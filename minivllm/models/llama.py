@@ -7,7 +7,7 @@
 T counts the tokens of all scheduled requests, end to end. Only attention knows where one request ends and the
 next begins. A layer takes and returns (hidden, residual), so that a range of layers is a pipeline stage: the
 embedding stands before the first, norm and head after the last. Layer names carry the index in the whole
-model.
+model, and between stages travels what a layer returns: hidden and residual, [2, T, hidden_size].
 """
 
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from minivllm.engine.stages import Stage
 from minivllm.layers import Layer, use_fused_kernels, use_plain_attributes
 from minivllm.layers.attention import Attention
 from minivllm.layers.embedding import LMHead, VocabEmbedding
@@ -121,38 +122,48 @@ class LlamaDecoderLayer(Layer):
 class LlamaForCausalLM(nn.Module):
     """A decoder-only language model for positions below max_model_len, from a Hugging Face config.
 
-    Parameters are uninitialised until their slots are filled. Raises ValueError for a config that asks for
-    what is not built: sliding windows, an activation other than SiLU, an unknown rope type.
+    Parameters are uninitialised until their slots are filled. `stage` is the part of the model to build (None: all of
+    it). Raises ValueError for a config that asks for what is not built: sliding windows, an activation other than
+    SiLU, an unknown rope type.
     """
 
     qkv_bias: bool | None = None  # None: as the config's attention_bias says
     o_bias: bool | None = None
     qk_norm: bool = False
 
-    def __init__(self, config: Any, max_model_len: int) -> None:
+    def __init__(self, config: Any, max_model_len: int, stage: Stage | None = None) -> None:
         super().__init__()
         check_supported(config)
+        self.stage = stage or Stage.whole(config.num_hidden_layers)
         bias = getattr(config, "attention_bias", False)
         qkv_bias = bias if self.qkv_bias is None else self.qkv_bias
         o_bias = bias if self.o_bias is None else self.o_bias
-        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = self.norm = self.lm_head = None
+        if self.stage.is_first or (self.stage.is_last and config.tie_word_embeddings):
+            self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size)
         self.rotary = RotaryEmbedding(config, head_dim_of(config), max_model_len)
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, index, qkv_bias, o_bias, self.qk_norm)
-            for index in range(config.num_hidden_layers)
+            LlamaDecoderLayer(config, index, qkv_bias, o_bias, self.qk_norm) for index in self.stage.layers
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size)
-        if config.tie_word_embeddings:
-            self.lm_head.tie(self.embed_tokens)
+        if self.stage.is_last:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.lm_head = LMHead(config.vocab_size, config.hidden_size)
+            if config.tie_word_embeddings:
+                self.lm_head.tie(self.embed_tokens)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """input_ids and positions [T] int64 -> hidden states after the final norm [T, hidden_size]."""
-        hidden, residual = self.embed_tokens(input_ids), None
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, received: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """input_ids and positions [T] int64 -> hidden states after the final norm [T, hidden_size].
+
+        A stage that is not the first takes `received` [2, T, hidden_size] from the one before it, and may change it;
+        one that is not the last returns such a tensor.
+        """
+        hidden, residual = (self.embed_tokens(input_ids), None) if received is None else received.unbind()
         cos, sin = self.rotary(positions, hidden.dtype)
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, cos, sin)
-        return self.norm(hidden, residual)[0]
+        return self.norm(hidden, residual)[0] if self.norm is not None else torch.stack((hidden, residual))
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [N, hidden_size], rows of what `forward` returned -> logits [N, vocab_size]."""
@@ -164,11 +175,13 @@ class LlamaForCausalLM(nn.Module):
 
     def slots(self) -> Slots:
         """Yields (name in the checkpoint, tensor to copy into) for all that a checkpoint must hold."""
-        yield from self.embed_tokens.slots("model.embed_tokens")
+        if self.embed_tokens is not None:
+            yield from self.embed_tokens.slots("model.embed_tokens")
         for layer in self.layers:
             yield from layer.slots()
-        yield "model.norm.weight", self.norm.weight
-        yield from self.lm_head.slots("lm_head")
+        if self.stage.is_last:
+            yield "model.norm.weight", self.norm.weight
+            yield from self.lm_head.slots("lm_head")
 
     def finalize(self) -> None:
         """Called once, after loading: layers may trade weights for a faster form; no slots after it."""

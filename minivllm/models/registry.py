@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from minivllm.checkpoints.errors import CheckpointError
+from minivllm.engine.stages import Stage, split_layers
 from minivllm.gemm.quantize import BLOCK
 from minivllm.layers.quantization import quantize_model
 from minivllm.models.deepseek import DeepseekForCausalLM, DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, mtp_prefixes
@@ -107,6 +108,7 @@ def load_model(
     seed: int = 0,
     quantization: str | None = None,
     gemm_backend: str = "auto",
+    pipeline_stage: tuple[int, int] = (0, 1),
 ) -> tuple[nn.Module, "PretrainedConfig"]:
     """Builds the model of a local directory on `device` and fills it; returns it with its config.
 
@@ -114,7 +116,7 @@ def load_model(
     from `seed`. max_model_len bounds the positions that the model can embed (None: the config's own limit).
     quantization is "fp8", "fp8_block", "int8" or None, which means fp8_block for a checkpoint in fp8 and none for
     others; what it leaves as it was is listed in the model's `not_quantized`. gemm_backend prefers a backend of
-    gemm/dispatch.py.
+    gemm/dispatch.py. pipeline_stage (index, size) builds and reads the layers of one stage only.
     Raises CheckpointError for a checkpoint that does not fit, ValueError for an option or a config that is
     not supported.
     """
@@ -124,15 +126,18 @@ def load_model(
     config = load_config(directory)
     if max_model_len is None:
         max_model_len = config.max_position_embeddings
+    index, size = pipeline_stage
+    stage = split_layers(config.num_hidden_layers, size)[index]
     with _defaults(resolve_dtype(dtype, device, config), device):
-        model = ARCHITECTURES[config.architectures[0]](config, max_model_len).eval()
+        model = ARCHITECTURES[config.architectures[0]](config, max_model_len, stage).eval()
     if load_format == "dummy":
         fill_dummy(model, seed)
     else:
 
         def is_unused(name: str) -> bool:
             is_tied_head = config.tie_word_embeddings and name == "lm_head.weight"
-            return is_tied_head or (isinstance(model, DeepseekForCausalLM) and model.is_unused(config, name))
+            is_mtp = isinstance(model, DeepseekForCausalLM) and model.is_unused(config, name)
+            return is_tied_head or is_mtp or is_elsewhere(name, stage, config.num_hidden_layers)
 
         _load_or_explain(model, model.slots(), config, directory, is_unused)
     if quantization is None and getattr(config, "quantization_config", None):
@@ -140,6 +145,16 @@ def load_model(
     model.not_quantized = quantize_model(model, quantization, gemm_backend)
     model.finalize()
     return model, config
+
+
+def is_elsewhere(name: str, stage: Stage, num_layers: int) -> bool:
+    """Whether a tensor of that name belongs to another stage of the pipeline."""
+    if name.startswith("model.layers."):
+        number = name.split(".")[2]
+        return number.isdecimal() and int(number) < num_layers and int(number) not in stage.layers
+    if name.startswith("model.embed_tokens."):
+        return not stage.is_first
+    return name.startswith(("model.norm.", "lm_head.")) and not stage.is_last
 
 
 def load_mtp(
@@ -169,7 +184,7 @@ def load_mtp(
                 f"{directory} has no MTP layers: config.json says num_nextn_predict_layers {len(prefixes)}, but no "
                 f"tensor's name begins with {absent[0]!r}; use another way of speculation, or none"
             )
-    weight = target.embed_tokens.weight
+    weight = target.norm.weight
     with _defaults(weight.dtype, weight.device):
         mtp = DeepseekMTP(config, target, names).eval()
     if load_format == "dummy":
