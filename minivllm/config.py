@@ -17,6 +17,7 @@ GEMM_BACKENDS = (
     "triton_int8", "reference",
 )  # fmt: skip
 ATTENTION_BACKENDS = ("auto", "reference", "torch", "triton")
+EXECUTOR_BACKENDS = ("auto", "mp", "torchrun", "in_process")
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MLA_BLOCK_SIZE = 64
 
@@ -79,9 +80,15 @@ class EngineConfig:
     """The backend of gemm/dispatch.py that comes first where it serves."""
     speculative_config: dict[str, Any] | None = None
     """See `SpeculativeConfig`; None, or a dict with "num_speculative_tokens" 0, means no speculation."""
-    pipeline_parallel_size: int = 1
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    """Stages that the layers are split into; each has a process (and a GPU) of its own, or all share this one."""
     pp_token_feedback: str = "scheduler"
+    """How sampled tokens reach the stages that do not sample: by the scheduler, in the next message, or by the last
+    stage, which broadcasts them."""
+    distributed_executor_backend: str = "auto"
+    """ "mp" starts a process a stage on this host; "torchrun" takes those that torchrun has started; "in_process" keeps
+    the stages in this process, one after the other, to be looked at; "auto" is "torchrun" under torchrun, else "mp"."""
     async_scheduling: bool = False
     enforce_eager: bool = False
     """Never capture CUDA graphs. None are captured yet, so both values run the same code."""
@@ -97,6 +104,7 @@ class EngineConfig:
             self.num_speculative_tokens = self.speculation.num_speculative_tokens
         self._check_choices()
         self._check_sizes()
+        self._check_parallelism()
         self._refuse_what_is_not_built()
 
     def _check_choices(self) -> None:
@@ -107,6 +115,7 @@ class EngineConfig:
         _check_in("gemm_backend", self.gemm_backend, GEMM_BACKENDS)
         _check_in("kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8"))
         _check_in("pp_token_feedback", self.pp_token_feedback, ("scheduler", "broadcast"))
+        _check_in("distributed_executor_backend", self.distributed_executor_backend, EXECUTOR_BACKENDS)
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError("model must be a model's name or the path of its directory, not empty")
         if not (self.device in ("auto", "cpu", "cuda") or str(self.device).startswith("cuda:")):
@@ -144,12 +153,31 @@ class EngineConfig:
                 f"lower max_num_seqs to {self.max_num_batched_tokens // (self.num_speculative_tokens + 1)}"
             )
 
+    def _check_parallelism(self) -> None:
+        if self.pipeline_parallel_size == 1 and self.pp_token_feedback != "scheduler":
+            raise ConfigError(
+                f"pp_token_feedback={self.pp_token_feedback!r} needs several stages, and pipeline_parallel_size is 1: "
+                "raise it, or leave pp_token_feedback at 'scheduler'"
+            )
+        if (
+            self.world_size > 1
+            and self.device.startswith("cuda:")
+            and self.distributed_executor_backend != "in_process"
+        ):
+            raise ConfigError(
+                f"device={self.device!r} names one GPU, but each of the {self.world_size} ranks has its own: use "
+                "device='cuda'"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks: stages times tensor-parallel parts of each."""
+        return self.pipeline_parallel_size * self.tensor_parallel_size
+
     def _refuse_what_is_not_built(self) -> None:
         """Options that architecture and command line already name, but that nothing serves yet."""
         not_built = {
-            "pipeline_parallel_size": self.pipeline_parallel_size != 1,
             "tensor_parallel_size": self.tensor_parallel_size != 1,
-            "pp_token_feedback": self.pp_token_feedback != "scheduler",
             "async_scheduling": self.async_scheduling,
         }
         for name, is_set in not_built.items():

@@ -5,6 +5,8 @@
                         ^                                                      |
                         +------------- Scheduler.update_from_output() <--------+
 ```
+
+One step at a time. With several pipeline stages the engine is a `PipelineCore` (batch_queue.py).
 """
 
 from collections.abc import Iterable
@@ -70,6 +72,8 @@ class EngineCore:
             scheduling_policy=config.scheduling_policy,
             num_lookahead_tokens=0 if speculation is None else speculation.num_lookahead_tokens,
             num_speculative_tokens=config.num_speculative_tokens,
+            pipeline_parallel_size=config.pipeline_parallel_size,
+            pp_token_feedback=config.pp_token_feedback,
         )
 
     def add_request(self, request: Request) -> None:

@@ -53,6 +53,8 @@ class CachedRequestData:
     num_computed_tokens: list[int] = field(default_factory=list)
     resumed_req_ids: set[str] = field(default_factory=set)
     """Of these, the ones that come back after a preemption: their old block table is void."""
+    new_token_ids: list[list[int]] = field(default_factory=list)
+    """With several stages, accepted tokens that those who do not sample lack (stage_states.py); else empty."""
 
     def append(self, request: Request, new_block_ids: list[int]) -> None:
         self.req_ids.append(request.request_id)
@@ -81,6 +83,9 @@ class SchedulerOutput:
     """Requests that ended or were aborted since the last step: workers forget them."""
     preempted_req_ids: set[str] = field(default_factory=set)
     """Requests that lost their blocks since the last step: workers keep their tokens, not their tables."""
+    num_steps_booked: int = 0
+    """With `pp_token_feedback="broadcast"`, steps with tokens whose results were booked before this message was made:
+    a stage must have read the last stage's broadcasts of all of these before it applies the message."""
 
     @property
     def total_num_scheduled_tokens(self) -> int:

@@ -33,6 +33,7 @@ from minivllm.engine.kv_cache import KVCacheManager
 from minivllm.engine.messages import EngineCoreOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from minivllm.engine.request import Request, RequestStatus
 from minivllm.engine.request_queue import make_queue, urgency
+from minivllm.engine.stage_states import StageStates
 
 UNKNOWN_DRAFT = -1
 
@@ -52,11 +53,13 @@ class Scheduler:
         async_scheduling: plan a step before the results of the one before it are known.
         num_speculative_tokens: with `async_scheduling`, drafts that the worker will have for each request.
         pipeline_parallel_size: stages, and so batches in flight, that the decodes are shared out among.
+        pp_token_feedback: with several stages, who tells those that do not sample: "scheduler" or "broadcast".
 
     Attributes:
         requests: every unfinished request by its id.
         waiting: those that hold no blocks, in the order of admission.
         running: the others.
+        stage_states: what the stages have been told; None where they need not be.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Scheduler:
         async_scheduling: bool = False,
         num_speculative_tokens: int = 0,
         pipeline_parallel_size: int = 1,
+        pp_token_feedback: str = "scheduler",
     ) -> None:
         largest = kv_cache_manager.num_blocks * kv_cache_manager.block_size
         if largest < max_model_len:
@@ -95,6 +99,9 @@ class Scheduler:
         self.async_scheduling = async_scheduling
         self.num_speculative_tokens = num_speculative_tokens
         self.pipeline_parallel_size = pipeline_parallel_size
+        self.stage_states: StageStates | None = None
+        if pipeline_parallel_size > 1 and pp_token_feedback == "scheduler":
+            self.stage_states = StageStates()
 
         self.requests: dict[str, Request] = {}
         self.waiting = make_queue(scheduling_policy)
@@ -141,6 +148,8 @@ class Scheduler:
         output.preempted_req_ids, self._preempted_req_ids = self._preempted_req_ids, set()
         if output.num_scheduled_tokens:
             self._in_flight.add(output.step, plan.step)
+        if self.stage_states is not None:
+            self.stage_states.enter(output, self.requests)
         return output
 
     def _schedule_running(self, plan: StepPlan) -> None:
