@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 
 from minivllm.checkpoints import resolve
 from minivllm.config import EngineConfig
-from minivllm.engine.core import EngineCore
+from minivllm.engine.batch_queue import PipelineCore
 from minivllm.engine.request import Request
 from minivllm.models.registry import load_config
 from minivllm.output_processor import CompletionTracker, RequestTracker
@@ -37,7 +37,7 @@ from minivllm.sampling_params import SamplingParams
 from minivllm.stream import Stream
 from minivllm.tokenizer import load_tokenizer
 from minivllm.triton_mode import settle_triton_mode
-from minivllm.worker.model_runner import ModelRunner
+from minivllm.worker.executor import make_engine
 
 
 class LLM:
@@ -62,10 +62,9 @@ class LLM:
         path = resolve(model)
         load_config(path)  # a directory that is no model is told so before anything else is missed in it
         self.tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(path)
-        self.model_runner = ModelRunner(self.config, str(path))
-        runner = self.model_runner
+        self.engine = make_engine(self.config, str(path))
+        runner = self.model_runner = self.engine.worker
         self.max_model_len = runner.max_model_len
-        self.engine = EngineCore(self.config, runner, runner.num_blocks, self.max_model_len, runner.block_size)
         self._prompt_reader = PromptReader(
             self.tokenizer, runner.vocab_size, self.max_model_len, runner.num_blocks * runner.block_size
         )
@@ -171,6 +170,11 @@ class LLM:
         """Forget all cached beginnings; refused (False) while requests are running, and then nothing changes."""
         with self._lock:
             return self.engine.reset_prefix_cache()
+
+    def close(self) -> None:
+        """End the processes of a pipeline's stages. Nothing to do where there are none; done at exit in any case."""
+        if isinstance(self.engine, PipelineCore):
+            self.engine.worker.close()
 
     def abort(self, request_id: str) -> None:
         """End a request at once; what it has produced so far stays. Unknown and finished ids are ignored."""

@@ -89,12 +89,14 @@ def count_blocks(
     max_model_len: int,
     device: torch.device,
     measure_activations: Callable[[], int],
+    num_sharing: int = 1,
 ) -> int:
     """Blocks to allocate: the override, or as many as memory allows and all requests together can use.
 
     Args:
         max_model_len: longest request in tokens.
         measure_activations: runs the largest step once and returns the bytes it needed; called on a GPU only.
+        num_sharing: caches that share this memory evenly.
 
     Raises:
         ConfigError: not even one block fits, or the cache cannot hold the max_model_len that was asked for.
@@ -107,7 +109,7 @@ def count_blocks(
             num_bytes = _gpu_budget(config, device, measure_activations())
         else:
             num_bytes = min(CPU_CACHE_LIMIT, available_memory() // 2)
-        num_blocks = min(num_useful, num_bytes // spec.bytes_per_block)
+        num_blocks = min(num_useful, num_bytes // num_sharing // spec.bytes_per_block)
     _check_fits(config, spec, num_blocks)
     return num_blocks
 

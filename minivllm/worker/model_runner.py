@@ -1,7 +1,8 @@
 """One step on the device: update_states -> prepare inputs -> forward -> sample -> propose drafts.
 
 The runner owns the model, the paged KV cache and the persistent batch. It learns about requests from
-`SchedulerOutput` alone, and tells in `ModelRunnerOutput` what came of the step.
+`SchedulerOutput` alone, and tells in `ModelRunnerOutput` what came of the step. As a stage of a pipeline it owns a part
+of the model and the cache of those layers; `begin`, `forward` and `finish` are then called one by one.
 """
 
 import itertools
@@ -27,6 +28,7 @@ from minivllm.worker.inputs import StepInputs, prepare_inputs, ranges
 from minivllm.worker.kv_memory import JointCacheSpec, count_blocks
 from minivllm.worker.paged_cache import PagedCache
 from minivllm.worker.sampling_inputs import SamplingInputs
+from minivllm.worker.stage_batch import StageBatch
 
 _PROMPT_LOGPROBS_ROWS = 256
 """Logits of so many prompt rows at a time: all rows of a long prompt times a large vocabulary would not fit."""
@@ -38,6 +40,11 @@ class ModelRunner:
     Args:
         config: the engine's settings.
         model_path: directory with the checkpoint, in Hugging Face layout.
+        stage: index and number of the pipeline's stages; (0, 1) is a model in one piece.
+        device: None: as the config says.
+        num_sharing: runners that share the memory of this device, or of this host where it is a CPU.
+        allocate: whether the cache is allocated at once; else somebody calls `allocate_kv_cache` with the number of
+            blocks that all stages have room for.
 
     Attributes:
         max_model_len: longest request in tokens; lowered to what the cache holds where the config left it open.
@@ -47,13 +54,22 @@ class ModelRunner:
         bytes_per_block: of a block in all layers, those of a drafter included.
     """
 
-    def __init__(self, config: EngineConfig, model_path: str) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_path: str,
+        stage: tuple[int, int] = (0, 1),
+        device: str | None = None,
+        num_sharing: int = 1,
+        allocate: bool = True,
+    ) -> None:
         self.config = config
-        self.device = resolve_device(config.device)
+        self.device = resolve_device(device or config.device)
         self.model, self.hf_config = load_model(
             model_path, self.device, config.dtype, config.load_format, config.max_model_len, config.seed,
-            config.quantization, config.gemm_backend,
+            config.quantization, config.gemm_backend, stage,
         )  # fmt: skip
+        self.stage = self.model.stage
         self.dtype = resolve_dtype(config.dtype, self.device, self.hf_config)
         self.vocab_size = self.hf_config.vocab_size
         self.max_model_len = config.resolve_max_model_len(self.hf_config.max_position_embeddings)
@@ -63,29 +79,34 @@ class ModelRunner:
         self.cache = PagedCache(layers, config, self.device, self.dtype, self.block_size)
         self.attention_backend = self.cache.backend
         self.sampler, self.rejection_sampler = Sampler(), RejectionSampler()
-        self.proposer = make_proposer(self, model_path)
-        self._allocate_kv_cache()
-        self.reset()
+        self.proposer = make_proposer(self, model_path) if self.stage.is_last else None
+        self._caches = [self.cache]
+        if isinstance(self.proposer, CachedProposer):
+            self._caches.append(self.proposer.cache)
+        self.kv_cache_spec, self.kv_cache_dtype = self.cache.spec, self.cache.dtype
+        spec = JointCacheSpec(tuple(cache.spec for cache in self._caches))
+        self.bytes_per_block = spec.bytes_per_block
+        self.num_blocks = count_blocks(
+            config, spec, self.max_model_len, self.device, self._measure_activations, num_sharing
+        )
+        if allocate:
+            self.allocate_kv_cache(self.num_blocks)
 
     def reset(self) -> None:
         """Forget all requests."""
-        self.batch = PersistentBatch(self.config.max_num_seqs, self.max_model_len, self.block_size)
+        make_batch = PersistentBatch if self.stage.is_last else StageBatch
+        self.batch = make_batch(self.config.max_num_seqs, self.max_model_len, self.block_size)
         self.sampling_inputs = SamplingInputs(self.batch, self.vocab_size, self.device)
 
-    def _allocate_kv_cache(self) -> None:
-        caches = [self.cache]
-        if isinstance(self.proposer, CachedProposer):
-            caches.append(self.proposer.cache)
-        self.kv_cache_spec, self.kv_cache_dtype = self.cache.spec, self.cache.dtype
-        spec = JointCacheSpec(tuple(cache.spec for cache in caches))
-        self.bytes_per_block = spec.bytes_per_block
-        self.num_blocks = count_blocks(self.config, spec, self.max_model_len, self.device, self._measure_activations)
-        capacity = self.num_blocks * self.block_size
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """Make room for `num_blocks` blocks in every layer of this stage, and be ready for requests."""
+        self.num_blocks = num_blocks
         if self.config.max_model_len is None:
-            self.max_model_len = min(self.max_model_len, capacity)
-        for cache in caches:
-            cache.allocate(self.num_blocks)
+            self.max_model_len = min(self.max_model_len, num_blocks * self.block_size)
+        for cache in self._caches:
+            cache.allocate(num_blocks)
         self.kv_caches = self.cache.tensors
+        self.reset()
 
     def _measure_activations(self) -> int:
         """Bytes that the largest step takes beyond weights and cache: a trial run without attention or cache."""
@@ -100,23 +121,33 @@ class ModelRunner:
         context.kv_caches = dict.fromkeys((layer.layer_name for layer in self.model.attention_layers()), None)
         with torch.inference_mode(), set_forward_context(context):
             input_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-            hidden = self.model(input_ids, input_ids % self.max_model_len)
-            logits = self.model.compute_logits(hidden[:num_requests]).float()
-            # A row that samples holds a few copies of its logits at a time (scaled, sorted, softmax, chunks).
-            del hidden
-            peak = torch.cuda.max_memory_allocated(self.device) - before + 6 * logits.nbytes
-        del logits
+            received = None if self.stage.is_first else self.empty_hidden(num_tokens).zero_()
+            hidden = self.model(input_ids, input_ids % self.max_model_len, received)
+            logits_bytes = 0
+            if self.stage.is_last:
+                # A row that samples holds a few copies of its logits at a time (scaled, sorted, softmax, chunks).
+                logits_bytes = 6 * self.model.compute_logits(hidden[:num_requests]).float().nbytes
+            del hidden, received
+            peak = torch.cuda.max_memory_allocated(self.device) - before + logits_bytes
         torch.cuda.empty_cache()
         return peak
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step; a message without tokens only updates the batch."""
+        """Run one step of a model in one piece; a message without tokens only updates the batch."""
+        inputs = self.begin(scheduler_output)
+        return ModelRunnerOutput() if inputs is None else self.finish(inputs, self.forward(inputs))
+
+    def begin(self, scheduler_output: SchedulerOutput) -> StepInputs | None:
+        """Apply a message to the batch, and lay the step out; None where there is nothing to compute."""
         self.batch.update_states(scheduler_output)
         if not scheduler_output.num_scheduled_tokens:
-            return ModelRunnerOutput()
-        inputs = prepare_inputs(self.batch, scheduler_output, self.device, self.config.num_speculative_tokens)
-        hidden = self.forward(inputs)
+            return None
+        return prepare_inputs(self.batch, scheduler_output, self.device, self.config.num_speculative_tokens)
+
+    @torch.inference_mode()
+    def finish(self, inputs: StepInputs, hidden: torch.Tensor) -> ModelRunnerOutput:
+        """What the last stage does with what `forward` returned: sample, and draft."""
         output = ModelRunnerOutput(prompt_logprobs=self._prompt_logprobs(inputs, hidden))
         num_emitted = np.zeros(0, dtype=np.int64)
         if len(inputs.sampled):
@@ -139,10 +170,17 @@ class ModelRunner:
             state.draft_probs = drafts.probabilities.get(state.req_id)
 
     @torch.inference_mode()
-    def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Run the model over the step's tokens; their K and V are in the cache afterwards. Returns hidden [T, H]."""
+    def forward(self, inputs: StepInputs, received: torch.Tensor | None = None) -> torch.Tensor:
+        """Run the model over the step's tokens; their K and V are in the cache afterwards. Returns hidden [T, H].
+
+        Between stages travels [2, T, H], which a stage that is not the first takes as `received`.
+        """
         with set_forward_context(self.cache.context(inputs.attention)):
-            return self.model(inputs.input_ids, inputs.positions)
+            return self.model(inputs.input_ids, inputs.positions, received)
+
+    def empty_hidden(self, num_tokens: int) -> torch.Tensor:
+        """[2, num_tokens, hidden_size], for what the stage before sends."""
+        return torch.empty(2, num_tokens, self.hf_config.hidden_size, dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
     def sample(self, inputs: StepInputs, hidden: torch.Tensor, output: ModelRunnerOutput) -> np.ndarray:
