@@ -23,7 +23,7 @@ def make_engine(config: EngineConfig, model_path: str) -> EngineCore:
     return make(config, worker, worker.num_blocks, worker.max_model_len, worker.block_size)
 
 
-def _make_pipeline(config: EngineConfig, model_path: str):  # noqa: ANN202
+def _make_pipeline(config: EngineConfig, model_path: str):
     backend = choose_backend(config)
     if backend == "in_process":
         return InProcessPipeline(config, model_path)
