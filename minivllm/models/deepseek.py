@@ -45,7 +45,10 @@ class DeepseekDecoderLayer(nn.Module):
             self.mlp: nn.Module = GatedMLP(size, config.intermediate_size, bias=False)
             return
         width, num_shared = config.moe_intermediate_size, config.n_shared_experts
-        shared = GatedMLP(size, width * num_shared, bias=False, reduce=False) if num_shared else None
+        shared = None
+        if num_shared:
+            name = "n_shared_experts * moe_intermediate_size"
+            shared = GatedMLP(size, width * num_shared, bias=False, reduce=False, size_name=name)
         self.mlp = MoE(f"{self.name}.mlp", routing, config.n_routed_experts, size, width, shared)
 
     def forward(

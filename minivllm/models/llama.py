@@ -78,12 +78,20 @@ class LlamaAttention(Layer):
 class GatedMLP(Layer):
     """down(silu(gate(x)) * up(x)), SwiGLU (Shazeer, 2020); [T, hidden_size] -> the same.
 
-    `reduce` false: this rank's part of the sum over its columns, for a caller who has more to add to it.
+    `reduce` false: this rank's part of the sum over its columns, for a caller who has more to add to it. `size_name`:
+    what the config calls intermediate_size, for errors.
     """
 
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, reduce: bool = True) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool,
+        reduce: bool = True,
+        size_name: str = "intermediate_size",
+    ) -> None:
         super().__init__()
-        columns = split("intermediate_size", intermediate_size)
+        columns = split(size_name, intermediate_size)
         self.gate_up_proj = MergedLinear(hidden_size, {"gate_proj": columns, "up_proj": columns}, bias)
         self.down_proj = RowParallelLinear(columns, hidden_size, bias, reduce)
 
