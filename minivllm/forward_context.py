@@ -6,6 +6,7 @@ details: it sees a flat list of tokens with their positions.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,22 +28,23 @@ class ForwardContext:
     kv_caches: "dict[str, KVCache]" = field(default_factory=dict)
 
 
-_current: ForwardContext | None = None
+# Each thread has its own: ranks of one process run side by side.
+_current: ContextVar[ForwardContext | None] = ContextVar("forward context", default=None)
 
 
 @contextmanager
 def set_forward_context(context: ForwardContext) -> Iterator[None]:
     """Make `context` the current one for the body of the with statement."""
-    global _current
-    previous, _current = _current, context
+    token = _current.set(context)
     try:
         yield
     finally:
-        _current = previous
+        _current.reset(token)
 
 
 def get_forward_context() -> ForwardContext:
     """The current forward pass; raises RuntimeError outside of one."""
-    if _current is None:
+    context = _current.get()
+    if context is None:
         raise RuntimeError("no forward pass is running: wrap the call in set_forward_context(...)")
-    return _current
+    return context

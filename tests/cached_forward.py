@@ -4,9 +4,11 @@ from collections.abc import Callable
 
 import torch
 
+from minivllm.attention.backend import choose_backend
 from minivllm.attention.latent import choose_latent_backend
 from minivllm.attention.metadata import AttentionMetadata, PagedRows
 from minivllm.forward_context import ForwardContext, set_forward_context
+from minivllm.layers.mla import MLAttention
 
 BLOCK_SIZE = 16
 
@@ -14,12 +16,19 @@ BLOCK_SIZE = 16
 class CachedForward:
     """Caches of `layers` with blocks in scrambled order; slots that nobody wrote hold NaN."""
 
-    def __init__(self, layers, backend: str = "torch", max_len: int = 128) -> None:
-        self.backend = choose_latent_backend(backend, torch.device("cpu"), layers[0], BLOCK_SIZE)
+    def __init__(self, layers, backend: str = "torch", max_len: int = 128, device: str = "cpu") -> None:
+        self.device, first = torch.device(device), layers[0]
         num_blocks = -(-max_len // BLOCK_SIZE)
         self.table = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).to(torch.int32)
-        row = layers[0].d_c + layers[0].d_rope
-        self.caches = {layer.layer_name: torch.full((num_blocks, BLOCK_SIZE, 1, row), torch.nan) for layer in layers}
+        rows = num_blocks, BLOCK_SIZE
+        if isinstance(first, MLAttention):
+            self.backend = choose_latent_backend(backend, self.device, first, BLOCK_SIZE)
+            new = lambda: torch.full((*rows, 1, first.d_c + first.d_rope), torch.nan, device=device)  # noqa: E731
+        else:
+            self.backend = choose_backend(backend, self.device, first.head_dim, BLOCK_SIZE)
+            shape = *rows, first.num_kv_heads, first.head_dim
+            new = lambda: tuple(torch.full(shape, torch.nan, device=device) for _ in "kv")  # noqa: E731
+        self.caches = {layer.layer_name: new() for layer in layers}
 
     @torch.inference_mode()
     def run(self, forward: Callable[..., torch.Tensor], start: int, count: int) -> torch.Tensor:
@@ -28,9 +37,9 @@ class CachedForward:
         slots = self.table[positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
         length = start + count
         rows = PagedRows(
-            cu_seqlens_q=torch.tensor([0, count], dtype=torch.int32),
-            seq_lens=torch.tensor([length], dtype=torch.int32),
-            block_table=self.table[None],
+            cu_seqlens_q=torch.tensor([0, count], dtype=torch.int32, device=self.device),
+            seq_lens=torch.tensor([length], dtype=torch.int32, device=self.device),
+            block_table=self.table[None].to(self.device),
             block_size=BLOCK_SIZE,
             num_rows=count,
             max_seqlen_q=count,
@@ -38,9 +47,10 @@ class CachedForward:
             query_lens=[count],
             context_lens=[length],
         )
+        slots = slots.to(self.device)
         metadata = AttentionMetadata(slots, rows if count == 1 else None, None if count == 1 else rows)
         with set_forward_context(ForwardContext(metadata, self.backend, self.caches)):
-            return forward(positions)
+            return forward(positions.to(self.device))
 
 
 STEPS = [13, 1, 1, 20, 1, 3, 1]
@@ -49,7 +59,7 @@ STEPS = [13, 1, 1, 20, 1, 3, 1]
 
 def logits_in_steps(model, token_ids: torch.Tensor, backend: str = "torch", steps=STEPS) -> torch.Tensor:
     """token_ids [sum(steps)] -> logits [sum(steps), V], each row computed in its step."""
-    cached = CachedForward(model.attention_layers(), backend)
+    cached = CachedForward(model.attention_layers(), backend, device=token_ids.device)
     rows, start = [], 0
     for count in steps:
         ids = token_ids[start : start + count]

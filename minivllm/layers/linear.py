@@ -6,6 +6,8 @@ One matrix product over stacked weights (q, k, v; gate, up) reads the input once
 larger problem. A layer names its checkpoint tensors through `slots`: each is a view of some rows, and loading
 is a copy into the view. Slots exist until `finalize`, which may trade the plain weight for a copy that is
 laid out for the CPU's matrix units, or in 8 bits (`quantization.py`).
+
+Sizes may be given as a rank's share of them (`sharding.py`): the layer is then that part of a larger one.
 """
 
 from collections.abc import Iterator
@@ -17,6 +19,8 @@ from torch import nn
 from minivllm.gemm.dispatch import gemm
 from minivllm.layers import Layer
 from minivllm.layers.quantization import ScaledWeight
+from minivllm.layers.sharding import Share, Slot, slot, whole
+from minivllm.worker.tensor_parallel import collective_group
 
 # oneDNN chooses the layout of a packed weight for an expected number of rows. Measured for float32 and
 # bfloat16 over 1 to 4096 rows: every hint above 1 gives the same speed, a hint of 1 is up to 2.4x slower.
@@ -51,23 +55,25 @@ def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | No
 
 
 class Linear(Layer):
-    """A linear layer that holds exactly one checkpoint tensor (and one bias)."""
+    """A linear layer that holds exactly one checkpoint tensor (and one bias), or a rank's share of its outputs."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+    def __init__(self, in_features: int | Share, out_features: int | Share, bias: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+        self.inputs, self.outputs = whole(in_features), whole(out_features)
+        size = self.outputs.size
+        self.weight = nn.Parameter(torch.empty(size, self.inputs.size), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if bias else None
         self._packed: torch.Tensor | None = None
         self._transposed: torch.Tensor | None = None
         self._quantization: str | None = None
         self._backend = "auto"
         self.scaled: ScaledWeight | None = None
 
-    def slots(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """Yields (checkpoint name, the tensor to copy into); `prefix` is the layer's name there."""
-        yield f"{prefix}.weight", self.weight
+        yield f"{prefix}.weight", slot(self.weight, self.outputs, self.inputs)
         if self.bias is not None:
-            yield f"{prefix}.bias", self.bias
+            yield f"{prefix}.bias", slot(self.bias, self.outputs)
 
     def plan(self, quantization: str | None, backend: str) -> None:
         """What `finalize` shall make of the weight, and which GEMM backend is preferred ("auto": none)."""
@@ -100,32 +106,59 @@ class Linear(Layer):
         return F.linear(x, self.weight, self.bias)
 
 
+class RowParallelLinear(Linear):
+    """A linear layer of which each rank holds a share of the inputs: the results of all ranks are summed.
+
+    `reduce` false leaves the sum to the caller, who has more to add to it.
+    """
+
+    def __init__(self, in_features: int | Share, out_features: int, bias: bool = False, reduce: bool = True) -> None:
+        super().__init__(in_features, out_features, bias)
+        self._rank_group = collective_group()
+        self.group = self._rank_group if reduce else None
+
+    def finalize(self) -> None:
+        if self._rank_group is not None and self._rank_group.rank > 0:
+            self.bias = None  # the sum shall have it once: rank 0's
+        super().finalize()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.forward(x)
+        return y if self.group is None else self.group.all_reduce(y)
+
+
 class MergedLinear(Linear):
     """Several linear layers over the same input as one; their outputs stand side by side.
 
-    `parts` maps the checkpoint name of each layer to its number of rows, in the order of the output.
+    `parts` maps the checkpoint name of each layer to its number of rows (or the rank's share of them: a part is
+    sharded by itself), in the order of the output.
     """
 
-    def __init__(self, in_features: int, parts: dict[str, int], bias: bool = False) -> None:
-        super().__init__(in_features, sum(parts.values()), bias)
-        self.parts = parts
+    def __init__(self, in_features: int, parts: dict[str, int | Share], bias: bool = False) -> None:
+        shares = {name: whole(rows) for name, rows in parts.items()}
+        super().__init__(in_features, sum(rows.size for rows in shares.values()), bias)
+        self.parts = shares
 
-    def slots(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """Yields the rows of each part; `prefix` is the name of the module that the parts belong to."""
-        sizes = list(self.parts.values())
-        for kind, parameter in (("weight", self.weight), ("bias", self.bias)):
-            if parameter is not None:
-                for name, rows in zip(self.parts, parameter.split(sizes), strict=True):
-                    yield f"{prefix}.{name}.{kind}", rows
+        sizes = [rows.size for rows in self.parts.values()]
+        for (name, rows), weight in zip(self.parts.items(), self.weight.split(sizes), strict=True):
+            yield f"{prefix}.{name}.weight", slot(weight, rows, self.inputs)
+        if self.bias is not None:
+            for (name, rows), bias in zip(self.parts.items(), self.bias.split(sizes), strict=True):
+                yield f"{prefix}.{name}.bias", slot(bias, rows)
 
 
 class QKVLinear(MergedLinear):
     """The three projections in front of attention: hidden states to query, key and value heads."""
 
-    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool) -> None:
-        rows = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
-        super().__init__(hidden_size, {name: heads * head_dim for name, heads in rows.items()}, bias)
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+    def __init__(
+        self, hidden_size: int, num_heads: int | Share, num_kv_heads: int | Share, head_dim: int, bias: bool
+    ) -> None:
+        q, kv = whole(num_heads), whole(num_kv_heads)
+        rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        super().__init__(hidden_size, {name: heads.times(head_dim) for name, heads in rows.items()}, bias)
+        self.num_heads, self.num_kv_heads, self.head_dim = q.size, kv.size, head_dim
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden_size] -> q, k and v heads side by side, [T, num_heads + 2 num_kv_heads, head_dim]."""

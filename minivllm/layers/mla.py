@@ -20,6 +20,7 @@ from torch import nn
 
 from minivllm.forward_context import get_forward_context
 from minivllm.layers.linear import Linear
+from minivllm.layers.sharding import Share, Slot, whole
 from minivllm.moe.ops import Registered, register
 
 
@@ -28,7 +29,7 @@ class MLAttention(Registered, nn.Module):
 
     Args:
         layer_name: key of this layer's cache in the forward context.
-        num_heads: H.
+        num_heads: H, or the rank's share of them: its W_UK and W_UV. The cache of latents is the same on all ranks.
         d_nope, d_rope: parts of a query's and key's head dim without and with rotation.
         d_v: a value's head dim.
         d_c: size of the latent.
@@ -36,12 +37,13 @@ class MLAttention(Registered, nn.Module):
     """
 
     def __init__(
-        self, layer_name: str, num_heads: int, d_nope: int, d_rope: int, d_v: int, d_c: int, scale: float
+        self, layer_name: str, num_heads: int | Share, d_nope: int, d_rope: int, d_v: int, d_c: int, scale: float
     ) -> None:
         super().__init__()
-        self.layer_name, self.num_heads, self.scale = layer_name, num_heads, scale
+        heads = whole(num_heads)
+        self.layer_name, self.num_heads, self.scale = layer_name, heads.size, scale
         self.d_nope, self.d_rope, self.d_v, self.d_c = d_nope, d_rope, d_v, d_c
-        self.kv_b_proj = Linear(d_c, num_heads * (d_nope + d_v))
+        self.kv_b_proj = Linear(d_c, heads.times(d_nope + d_v))
         self.w_uk = self.w_uv = torch.empty(0)
         self.op_name = register(self, layer_name)
 
@@ -50,7 +52,7 @@ class MLAttention(Registered, nn.Module):
         weight = self.kv_b_proj.weight.detach().view(self.num_heads, self.d_nope + self.d_v, self.d_c)
         self.w_uk, self.w_uv = weight.split([self.d_nope, self.d_v], dim=1)
 
-    def slots(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         yield from self.kv_b_proj.slots(f"{prefix}.kv_b_proj")
 
     def forward(self, q: torch.Tensor, c: torch.Tensor, k_rope: torch.Tensor) -> torch.Tensor:

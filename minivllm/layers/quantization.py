@@ -11,6 +11,9 @@ layers whose number of inputs is no multiple of 128 under fp8_block, experts und
 embedding, the head, the router and the norms. `quantize_model` returns the names of those linear layers and experts,
 and logs them.
 
+With tensor parallelism each rank quantises its own part. Scales of 128 x 128 are those of the whole weight where parts
+begin at multiples of 128, and inputs have to; a row-parallel layer's other scales are a rank's own, never coarser.
+
 `gemm_backend` prefers a backend of gemm/dispatch.py; linear layers that stay in floating point follow it as well.
 """
 
@@ -81,7 +84,8 @@ def _quantize(x: torch.Tensor, format: str, weight: torch.Tensor, scale: torch.T
 def quantize_model(model: nn.Module, quantization: str | None, gemm_backend: str) -> list[str]:
     """Tells linear layers and experts what to become when they are finalized; returns the names of those that stay.
 
-    quantization: a key of FORMATS, or None. Raises ValueError for another one, or for an unknown backend.
+    quantization: a key of FORMATS, or None. Raises ValueError for another one, for an unknown backend, and for
+    fp8_block where it serves a layer but not a rank's part of it.
     """
     from minivllm.layers.embedding import LMHead
     from minivllm.layers.linear import Linear
@@ -94,6 +98,12 @@ def quantize_model(model: nn.Module, quantization: str | None, gemm_backend: str
     for name, module in model.named_modules():
         if isinstance(module, Linear) and not isinstance(module, LMHead):
             inputs = module.weight.shape[1]
+            if quantization == "fp8_block" and inputs % BLOCK and module.inputs.whole % BLOCK == 0:
+                raise ValueError(
+                    f"tensor_parallel_size={module.inputs.whole // inputs} leaves {inputs} of the "
+                    f"{module.inputs.whole} inputs of {name} to a rank: quantization='fp8_block' needs a multiple of "
+                    f"{BLOCK}; use fewer ranks, or another quantization"
+                )
             if quantization == "fp8_block" and inputs % BLOCK:
                 kept.append(f"{name} ({inputs} inputs)")
                 module.plan(None, backend)

@@ -23,12 +23,13 @@ from minivllm.layers.linear import Linear
 from minivllm.layers.mla import MLAttention
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.rotary import RotaryEmbedding
+from minivllm.layers.sharding import Slot
 from minivllm.models.deepseek_attention import DeepseekAttention
 from minivllm.models.llama import GatedMLP, check_supported
 from minivllm.moe.layer import MoE, RoutedExperts
 from minivllm.moe.routing import METHODS, Routing
 
-Slots = Iterator[tuple[str, torch.Tensor]]
+Slots = Iterator[tuple[str, Slot]]
 
 
 class DeepseekDecoderLayer(nn.Module):
@@ -45,7 +46,10 @@ class DeepseekDecoderLayer(nn.Module):
             self.mlp: nn.Module = GatedMLP(size, config.intermediate_size, bias=False)
             return
         width, num_shared = config.moe_intermediate_size, config.n_shared_experts
-        shared = GatedMLP(size, width * num_shared, bias=False) if num_shared else None
+        shared = None
+        if num_shared:
+            name = "n_shared_experts * moe_intermediate_size"
+            shared = GatedMLP(size, width * num_shared, bias=False, reduce=False, size_name=name)
         self.mlp = MoE(f"{self.name}.mlp", routing, config.n_routed_experts, size, width, shared)
 
     def forward(

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from minivllm.layers import use_fused_kernels
-from minivllm.layers.linear import Linear, MergedLinear
+from minivllm.layers.linear import Linear, MergedLinear, RowParallelLinear
 from minivllm.layers.mla import MLAttention
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.rotary import apply_rotary, rope_parameters
+from minivllm.layers.sharding import Share, Slot, split
 
 # Not rms_norm_eps: DeepSeek's own code and transformers leave these two norms at their default.
 _LORA_NORM_EPS = 1e-6
@@ -31,20 +32,23 @@ class DeepseekAttention(nn.Module):
 
     def __init__(self, config: Any, name: str) -> None:
         super().__init__()
-        self.num_heads, self.d_c = config.num_attention_heads, config.kv_lora_rank
+        heads = split("num_attention_heads", config.num_attention_heads)
+        self.num_heads, self.d_c = heads.size, config.kv_lora_rank
         self.d_nope, self.d_rope, d_v = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
         self.interleaved = bool(getattr(config, "rope_interleave", True))
-        q_size, kv_size = self.num_heads * (self.d_nope + self.d_rope), self.d_c + self.d_rope
+        q_rows, kv_size = heads.times(self.d_nope + self.d_rope), self.d_c + self.d_rope
         lora = config.q_lora_rank
-        self.first_size = lora or q_size
-        parts = {"q_a_proj" if lora else "q_proj": self.first_size, "kv_a_proj_with_mqa": kv_size}
+        self.first_size = lora or q_rows.size
+        # What is made per head is divided between ranks; latents, of q and of k and v, are made on each of them.
+        parts: dict[str, int | Share] = {"q_a_proj": lora} if lora else {"q_proj": q_rows}
+        parts["kv_a_proj_with_mqa"] = kv_size
         self.qkv_a_proj = MergedLinear(config.hidden_size, parts)
         self.q_a_layernorm = RMSNorm(lora, _LORA_NORM_EPS) if lora else None
-        self.q_b_proj = Linear(lora, q_size) if lora else None
+        self.q_b_proj = Linear(lora, q_rows) if lora else None
         self.kv_a_layernorm = RMSNorm(self.d_c, _LORA_NORM_EPS)
         scale = softmax_scale(config, self.d_nope + self.d_rope)
-        self.attn = MLAttention(name, self.num_heads, self.d_nope, self.d_rope, d_v, self.d_c, scale)
-        self.o_proj = Linear(self.num_heads * d_v, config.hidden_size)
+        self.attn = MLAttention(name, heads, self.d_nope, self.d_rope, d_v, self.d_c, scale)
+        self.o_proj = RowParallelLinear(heads.times(d_v), config.hidden_size)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         q, c, k_rope = self.qkv_a_proj(x).split([self.first_size, self.d_c, self.d_rope], dim=1)
@@ -56,7 +60,7 @@ class DeepseekAttention(nn.Module):
         _rotate(k_rope[:, None], cos, sin)
         return self.o_proj(self.attn(q, c, k_rope).flatten(1))
 
-    def slots(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         yield from self.qkv_a_proj.slots(prefix)
         if self.q_b_proj is not None:
             yield f"{prefix}.q_a_layernorm.weight", self.q_a_layernorm.weight

@@ -25,9 +25,10 @@ from minivllm.layers.embedding import LMHead, VocabEmbedding
 from minivllm.layers.linear import Linear
 from minivllm.layers.mla import MLAttention
 from minivllm.layers.norm import RMSNorm
+from minivllm.layers.sharding import Slot
 from minivllm.models.deepseek import DeepseekDecoderLayer, DeepseekForCausalLM, finalize, mtp_prefixes
 
-Slots = Iterator[tuple[str, torch.Tensor]]
+Slots = Iterator[tuple[str, Slot]]
 
 
 class MTPLayer(nn.Module):

@@ -21,22 +21,29 @@ from minivllm.engine.stages import Stage
 from minivllm.layers import Layer, use_fused_kernels, use_plain_attributes
 from minivllm.layers.attention import Attention
 from minivllm.layers.embedding import LMHead, VocabEmbedding
-from minivllm.layers.linear import Linear, MergedLinear, QKVLinear
+from minivllm.layers.linear import Linear, MergedLinear, QKVLinear, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.rotary import RotaryEmbedding, apply_rotary
+from minivllm.layers.sharding import Slot, split, split_or_replicate
 
-Slots = Iterator[tuple[str, torch.Tensor]]
+Slots = Iterator[tuple[str, Slot]]
 
 
 class LlamaAttention(Layer):
-    """Projections, rotary embedding and attention with grouped KV heads; [T, hidden_size] -> the same."""
+    """Projections, rotary embedding and attention with grouped KV heads; [T, hidden_size] -> the same.
+
+    Ranks divide the query heads, and the KV heads that go with them; where there are more ranks than KV heads, ranks
+    that share one hold it each.
+    """
 
     def __init__(self, config: Any, name: str, qkv_bias: bool, o_bias: bool, qk_norm: bool) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        heads = split("num_attention_heads", config.num_attention_heads)
+        kv_heads = split_or_replicate("num_key_value_heads", config.num_key_value_heads)
+        self.num_heads, self.num_kv_heads = heads.size, kv_heads.size
         head_dim = head_dim_of(config)
-        self.qkv_proj = QKVLinear(config.hidden_size, self.num_heads, self.num_kv_heads, head_dim, qkv_bias)
-        self.o_proj = Linear(self.num_heads * head_dim, config.hidden_size, o_bias)
+        self.qkv_proj = QKVLinear(config.hidden_size, heads, kv_heads, head_dim, qkv_bias)
+        self.o_proj = RowParallelLinear(heads.times(head_dim), config.hidden_size, o_bias)
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if qk_norm else None
         self.attn = Attention(name, self.num_heads, self.num_kv_heads, head_dim, scale=head_dim**-0.5)
@@ -70,13 +77,24 @@ class LlamaAttention(Layer):
 
 
 class GatedMLP(Layer):
-    """down(silu(gate(x)) * up(x)), SwiGLU (Shazeer, 2020); [T, hidden_size] -> the same."""
+    """down(silu(gate(x)) * up(x)), SwiGLU (Shazeer, 2020); [T, hidden_size] -> the same.
 
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool) -> None:
+    `reduce` false: this rank's part of the sum over its columns, for a caller who has more to add to it. `size_name`:
+    what the config calls intermediate_size, for errors.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool,
+        reduce: bool = True,
+        size_name: str = "intermediate_size",
+    ) -> None:
         super().__init__()
-        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = MergedLinear(hidden_size, parts, bias)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias)
+        columns = split(size_name, intermediate_size)
+        self.gate_up_proj = MergedLinear(hidden_size, {"gate_proj": columns, "up_proj": columns}, bias)
+        self.down_proj = RowParallelLinear(columns, hidden_size, bias, reduce)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate_up = self.gate_up_proj(x)

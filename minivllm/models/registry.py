@@ -22,10 +22,12 @@ from minivllm.checkpoints.errors import CheckpointError
 from minivllm.engine.stages import Stage, split_layers
 from minivllm.gemm.quantize import BLOCK
 from minivllm.layers.quantization import quantize_model
+from minivllm.layers.sharding import Slot
 from minivllm.models.deepseek import DeepseekForCausalLM, DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, mtp_prefixes
 from minivllm.models.deepseek_mtp import DeepseekMTP
 from minivllm.models.llama import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 from minivllm.models.loader import fill_dummy, load_weights, tensor_names
+from minivllm.worker.tensor_parallel import SINGLE_RANK, TensorParallelGroup, building_for
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -109,6 +111,7 @@ def load_model(
     quantization: str | None = None,
     gemm_backend: str = "auto",
     pipeline_stage: tuple[int, int] = (0, 1),
+    tensor_parallel: TensorParallelGroup | None = None,
 ) -> tuple[nn.Module, "PretrainedConfig"]:
     """Builds the model of a local directory on `device` and fills it; returns it with its config.
 
@@ -117,8 +120,10 @@ def load_model(
     quantization is "fp8", "fp8_block", "int8" or None, which means fp8_block for a checkpoint in fp8 and none for
     others; what it leaves as it was is listed in the model's `not_quantized`. gemm_backend prefers a backend of
     gemm/dispatch.py. pipeline_stage (index, size) builds and reads the layers of one stage only.
+    tensor_parallel is this rank's group: the model is then its part of the whole one, and forward passes and logits
+    need all ranks. Building and loading need none of them; but threads of one process have to load one after another.
     Raises CheckpointError for a checkpoint that does not fit, ValueError for an option or a config that is
-    not supported.
+    not supported, or that the ranks cannot divide.
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"unknown load_format {load_format!r}; known: {', '.join(LOAD_FORMATS)}")
@@ -127,9 +132,10 @@ def load_model(
     if max_model_len is None:
         max_model_len = config.max_position_embeddings
     index, size = pipeline_stage
-    stage = split_layers(config.num_hidden_layers, size)[index]
-    with _defaults(resolve_dtype(dtype, device, config), device):
+    stage, group = split_layers(config.num_hidden_layers, size)[index], tensor_parallel or SINGLE_RANK
+    with _defaults(resolve_dtype(dtype, device, config), device), building_for(group):
         model = ARCHITECTURES[config.architectures[0]](config, max_model_len, stage).eval()
+    model.tensor_parallel = group
     if load_format == "dummy":
         fill_dummy(model, seed)
     else:
@@ -162,6 +168,8 @@ def load_mtp(
 ) -> DeepseekMTP:
     """The MTP layers of `target`'s checkpoint, on its device and in its dtype; target and config as `load_model` gave.
 
+    Where the target is one rank's part, so are they, and every pass needs all ranks.
+
     Raises CheckpointError, by name, where the architecture, the config or the checkpoint has no such layers.
     """
     directory = Path(model_path)
@@ -185,7 +193,7 @@ def load_mtp(
                 f"tensor's name begins with {absent[0]!r}; use another way of speculation, or none"
             )
     weight = target.norm.weight
-    with _defaults(weight.dtype, weight.device):
+    with _defaults(weight.dtype, weight.device), building_for(target.tensor_parallel):
         mtp = DeepseekMTP(config, target, names).eval()
     if load_format == "dummy":
         fill_dummy(mtp, seed)
@@ -197,7 +205,7 @@ def load_mtp(
 
 def _load_or_explain(
     model: nn.Module,
-    slots: Iterator[tuple[str, torch.Tensor]],
+    slots: Iterator[tuple[str, Slot]],
     config: "PretrainedConfig",
     directory: Path,
     is_unused: Callable[[str], bool],

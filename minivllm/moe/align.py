@@ -12,6 +12,7 @@ expert come before each; and a pair's place follows from
 
 No kernel waits for another but by being launched after it, none adds atomically, and the host learns nothing: the
 order is that of the reference, and repeats. Padding rows hold the sentinel T * top_k, tiles past the last expert -1.
+Ids outside of 0 .. E - 1 are other ranks' experts: their pairs are in no tile.
 """
 
 import torch
@@ -26,15 +27,16 @@ _EXPERTS_A_PROGRAM = 16
 
 
 @triton.jit
-def _load_chunk(ids, num_pairs, CHUNK: tl.constexpr):
-    """The chunk's pairs and their experts; -1 past the end."""
+def _load_chunk(ids, num_pairs, NUM_EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
+    """The chunk's pairs and their experts; -1 past the end and for experts that are not here."""
     pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    return pair, tl.load(ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
+    expert = tl.load(ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
+    return pair, tl.where((expert >= 0) & (expert < NUM_EXPERTS), expert, -1)
 
 
 @triton.jit
 def _count_kernel(ids, counts, num_pairs, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr):
-    _, expert = _load_chunk(ids, num_pairs, CHUNK)
+    _, expert = _load_chunk(ids, num_pairs, NUM_EXPERTS, CHUNK)
     column = tl.arange(0, BLOCK_E)
     count = tl.sum((expert[:, None] == column[None, :]).to(tl.int32), 0)
     tl.store(counts + tl.program_id(0) * NUM_EXPERTS + column, count, mask=column < NUM_EXPERTS)
@@ -61,7 +63,7 @@ def _place_kernel(
     NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
     ONE_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    pair, expert = _load_chunk(ids, num_pairs, CHUNK)
+    pair, expert = _load_chunk(ids, num_pairs, NUM_EXPERTS, CHUNK)
     column = tl.arange(0, BLOCK_E)
     is_mine = expert[:, None] == column[None, :]
     if ONE_CHUNK:
@@ -79,7 +81,7 @@ def _place_kernel(
     is_earlier = (expert[:, None] == expert[None, :]) & (place[None, :] < place[:, None])
     rank = tl.sum(is_earlier.to(tl.int32), 1)
     start = tl.sum(tl.where(is_mine, (first * TILE + before)[None, :], 0), 1)
-    tl.store(pairs + start + rank, pair, mask=pair < num_pairs)
+    tl.store(pairs + start + rank, pair, mask=expert >= 0)
 
     # This program's share of the tiles: whose they are, and what pads them.
     own = tl.arange(0, TILES)
@@ -101,7 +103,7 @@ def count_tiles(num_pairs: int, num_experts: int, tile: int) -> int:
 
 
 def align_and_sort(ids: Tensor, num_experts: int, tile: int) -> tuple[Tensor, Tensor]:
-    """ids [T, top_k], integers below num_experts; tile a power of two -> the two above."""
+    """ids [T, top_k], integers; tile a power of two -> the two above."""
     num_pairs = ids.numel()
     num_tiles = count_tiles(num_pairs, num_experts, tile)
     pairs = torch.empty(num_tiles * tile, dtype=torch.int32, device=ids.device)

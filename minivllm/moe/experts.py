@@ -20,6 +20,9 @@ side, so that an expert's weights are read once for all of them:
 
 The number of tiles is bounded by what the host knows (T, top_k, E), never by what the router says: nothing waits for
 the device. Tiles past the last are padding from end to end and carry expert -1.
+
+Where experts are divided between ranks, an id outside of 0 .. E - 1 names an expert of another rank: its pairs are in
+no tile, and it adds nothing to the sum.
 """
 
 import torch
@@ -50,7 +53,10 @@ def experts_in_tiles(
     down: torch.Tensor,
     tile: int = 16,
 ) -> torch.Tensor:
-    """Sorted, padded, grouped: one batched product over tiles of `tile` rows, each with its expert's weights."""
+    """Sorted, padded, grouped: one batched product over tiles of `tile` rows, each with its expert's weights.
+
+    Pairs of other ranks' experts count as zeros.
+    """
     (num_tokens, hidden_size), top_k = x.shape, ids.shape[1]
     if num_tokens == 0:
         return torch.zeros_like(x)
@@ -59,7 +65,7 @@ def experts_in_tiles(
     rows = x[(pairs // top_k).clamp(max=num_tokens - 1)].view(-1, tile, hidden_size)
     expert_of_tile = expert_of_tile.clamp(min=0)
     y = torch.bmm(_activate(torch.bmm(rows, gate_up[expert_of_tile].mT)), down[expert_of_tile].mT)
-    out = y.new_empty(num_tokens * top_k + 1, hidden_size)
+    out = y.new_zeros(num_tokens * top_k + 1, hidden_size)
     out[pairs] = y.flatten(0, 1)
     return _combine(out[:-1], weights, x.dtype)
 
@@ -69,33 +75,46 @@ def sort_into_tiles(ids: torch.Tensor, num_experts: int, tile: int) -> tuple[tor
     flat = ids.flatten()
     num_pairs = flat.numel()
     num_tiles = min(num_pairs, (num_pairs + num_experts * (tile - 1)) // tile)
-    sorted_ids, order = flat.sort(stable=True)
+    sorted_ids, order = flat.where(_is_here(flat, num_experts), num_experts).sort(stable=True)
     experts = torch.arange(num_experts, device=ids.device)
     ends = torch.searchsorted(sorted_ids, experts, right=True)
     starts = torch.searchsorted(sorted_ids, experts)
     tiles_of_expert = (ends - starts + tile - 1) // tile
     last_tiles = tiles_of_expert.cumsum(0)
     expert_of_tile = torch.searchsorted(last_tiles, torch.arange(num_tiles, device=ids.device), right=True)
-    # A pair's row: its expert's first tile, and its place among the expert's pairs.
-    place = torch.arange(num_pairs, device=ids.device) - starts[sorted_ids]
-    row = (last_tiles - tiles_of_expert)[sorted_ids] * tile + place
-    pairs = torch.full((num_tiles * tile,), num_pairs, device=ids.device).scatter_(0, row, order)
+    # A pair's row: its expert's first tile, and its place among the expert's pairs. Other ranks' go behind them all.
+    at = sorted_ids.clamp(max=num_experts - 1)
+    place = torch.arange(num_pairs, device=ids.device) - starts[at]
+    row = ((last_tiles - tiles_of_expert)[at] * tile + place).where(sorted_ids < num_experts, num_tiles * tile)
+    pairs = torch.full((num_tiles * tile + 1,), num_pairs, device=ids.device).scatter_(0, row, order)[:-1]
     return pairs, expert_of_tile.masked_fill(expert_of_tile == num_experts, -1)
 
 
 def experts_grouped(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    num_in_all: int = 0,
 ) -> torch.Tensor:
     """Sorted and grouped by PyTorch's own grouped product, which takes the borders between experts as a tensor."""
     num_tokens, top_k = ids.shape
     if num_tokens == 0:
         return torch.zeros_like(x)
+    if num_in_all:
+        # Other ranks' pairs go behind the last border, where rows of the product are not computed.
+        is_here = _is_here(ids, len(gate_up))
+        ids = ids.where(is_here, len(gate_up))
     sorted_ids, order = ids.flatten().sort(stable=True)
     experts = torch.arange(len(gate_up), device=ids.device)
     ends = torch.searchsorted(sorted_ids, experts, right=True, out_int32=True)
     activated = _activate(F.grouped_mm(x[order // top_k], gate_up.mT, offs=ends))
     y = F.grouped_mm(activated, down.mT, offs=ends)
-    return _combine(torch.empty_like(y).index_copy_(0, order, y), weights, x.dtype)
+    y = torch.empty_like(y).index_copy_(0, order, y)
+    if num_in_all:
+        y.masked_fill_(~is_here.view(-1, 1), 0.0)
+    return _combine(y, weights, x.dtype)
 
 
 def experts_in_block_fp8(
@@ -128,18 +147,27 @@ def run_experts(
     down: torch.Tensor,
     gate_up_scale: torch.Tensor | None = None,
     down_scale: torch.Tensor | None = None,
+    num_in_all: int = 0,
 ) -> torch.Tensor:
-    """The fastest that serves the tensors; scales come with weights in fp8."""
+    """The fastest that serves the tensors; scales come with weights in fp8.
+
+    num_in_all: of how many experts the E given ones are a part; 0 where they are all, and every id is below E.
+    """
     if use_fused_kernels(x):
         from minivllm.moe.fused import fused_experts
 
-        return fused_experts(x, weights, ids, gate_up, down, gate_up_scale, down_scale)
+        return fused_experts(x, weights, ids, gate_up, down, gate_up_scale, down_scale, num_in_all=num_in_all)
     if gate_up_scale is not None:
         return experts_in_block_fp8(x, weights, ids, gate_up, down, gate_up_scale, down_scale).to(x.dtype)
     # On a GPU other dtypes would go through a loop that waits for the device, and rows must start at 16 bytes.
     fits_gpu = x.dtype == torch.bfloat16 and gate_up.shape[2] % 8 == 0 and down.shape[2] % 8 == 0
-    grouped = hasattr(F, "grouped_mm") and (x.device.type == "cpu" or (x.is_cuda and fits_gpu))
-    return (experts_grouped if grouped else experts_in_tiles)(x, weights, ids, gate_up, down)
+    if hasattr(F, "grouped_mm") and (x.device.type == "cpu" or (x.is_cuda and fits_gpu)):
+        return experts_grouped(x, weights, ids, gate_up, down, num_in_all)
+    return experts_in_tiles(x, weights, ids, gate_up, down)
+
+
+def _is_here(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    return (ids >= 0) & (ids < num_experts)
 
 
 def _activate(gate_up: torch.Tensor) -> torch.Tensor:

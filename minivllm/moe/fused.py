@@ -25,14 +25,19 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _sum_kernel(y, out, size, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_kernel(y, ids, out, size, num_experts, TOP_K: tl.constexpr, BLOCK: tl.constexpr, ALL_HERE: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < size
     total = tl.zeros([BLOCK], tl.float32)
     at = y + token * TOP_K * size + column
-    for _ in tl.static_range(TOP_K):
-        total += tl.load(at, mask=live, other=0.0).to(tl.float32)
+    for place in tl.static_range(TOP_K):
+        if ALL_HERE:
+            mine = live
+        else:
+            expert = tl.load(ids + token * TOP_K + place)
+            mine = live & (expert >= 0) & (expert < num_experts)  # rows of other ranks' pairs were never written
+        total += tl.load(at, mask=mine, other=0.0).to(tl.float32)
         at += size
     tl.store(out + token * size + column, round_to(total, out.dtype.element_ty), mask=live)
 
@@ -46,12 +51,14 @@ def fused_experts(
     gate_up_scale: Tensor | None = None,
     down_scale: Tensor | None = None,
     block_m: int | None = None,
+    num_in_all: int = 0,
 ) -> Tensor:
     """x [T, H], weights [T, top_k] float32, ids [T, top_k], gate_up [E, 2 I, H], down [E, H, I] -> [T, H].
 
     gate_up and down have x's dtype, or are float8_e4m3fn with scales [E, ceil(2 I / 128), H / 128] and [E, ceil(H /
-    128), I / 128]. block_m: rows of a tile, 16, 32, 64 or 128; None: by the load. Raises ValueError for what the
-    kernels cannot serve.
+    128), I / 128]. block_m: rows of a tile, 16, 32, 64 or 128; None: by the load. num_in_all: of how many experts the E
+    given ones are a part, so that ids may be outside of 0 .. E - 1 and add nothing; 0: they are all. Raises ValueError
+    for what the kernels cannot serve.
     """
     (num_tokens, hidden), top_k = x.shape, ids.shape[1]
     if ids.shape != weights.shape or ids.shape[0] != num_tokens:
@@ -62,7 +69,10 @@ def fused_experts(
     if num_tokens == 0:
         return out
     num_pairs, num_experts = ids.numel(), len(gate_up)
-    sorted_pairs = align_and_sort(ids, num_experts, block_m or choose_block_m(num_pairs, num_experts))
+    if num_in_all:
+        ids = ids.contiguous()
+    block_m = block_m or choose_block_m(num_pairs, num_in_all or num_experts)
+    sorted_pairs = align_and_sort(ids, num_experts, block_m)
     x, x_scale = quantize_activations(x, "fp8_block") if gate_up.dtype == FP8 else (x, None)
     h = grouped_gemm(
         x, gate_up, *sorted_pairs, num_pairs, rows_a_token=top_k, gated=True, a_scale=x_scale, b_scale=gate_up_scale,
@@ -74,5 +84,8 @@ def fused_experts(
         h, down, *sorted_pairs, num_pairs, weights=flat, a_scale=h_scale, b_scale=down_scale, out_dtype=out.dtype
     )
     grid = (num_tokens, cdiv(hidden, _BLOCK), 1)
-    launch_kernel(_sum_kernel, grid, (y, out), (hidden,), TOP_K=top_k, BLOCK=_BLOCK)
+    launch_kernel(
+        _sum_kernel, grid, (y, ids if num_in_all else None, out), (hidden, num_experts),
+        TOP_K=top_k, BLOCK=_BLOCK, ALL_HERE=not num_in_all,
+    )  # fmt: skip
     return out
