@@ -21,16 +21,13 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from minivllm.engine.batch_queue import StageDied
 from minivllm.worker.parallel import Place, default_to_loopback, join_world
 from minivllm.worker.stage_process import run_started_process, serve
 
 _GRACE_SECONDS = 1.0
 """A death pulls others along: so long the engine listens for who was first."""
 _CLOSE_SECONDS = 5.0
-
-
-class StageDied(RuntimeError):
-    """A process of the pipeline has ended before its time; the message says which, and how."""
 
 
 class StageProcesses:
