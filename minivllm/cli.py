@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from minivllm.outputs import RequestOutput
     from minivllm.sampling_params import SamplingParams
 
-DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_MODEL = "tiny-deepseek"
 GEMM_FAMILIES, MOE_FAMILIES = ("bf16", "fp8_block", "fp8_token", "int8"), ("bf16", "fp8_block")
 
 
@@ -51,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     cli_trace.add_trace(commands, DEFAULT_MODEL)
     cli_trace.add_plot(commands)
-    fetch = commands.add_parser("fetch", help="download a named model", description="Download a named model.")
+    fetch = commands.add_parser(
+        "fetch", help="download a named model", description="Download a named model and print its directory."
+    )
     fetch.add_argument("name", help="a name that `models` lists")
     fetch.set_defaults(run=_fetch)
     models = commands.add_parser("models", help="list the named models", description="List the named models.")
@@ -105,7 +107,7 @@ def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     engine.add_argument("--attention-backend", default="auto", help="auto, torch or reference")
     engine.add_argument("--speculate", metavar="METHOD", help="ngram, draft_model or mtp (default: no drafts)")
     engine.add_argument("--num-speculative-tokens", type=int, default=4, metavar="K", help="drafts a step (default: 4)")
-    engine.add_argument("--draft-model", metavar="MODEL", help="for --speculate draft_model: name or directory")
+    engine.add_argument("--draft-model", metavar="MODEL", help="for --speculate draft_model: name, directory or Hub id")
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -229,6 +231,7 @@ def _models(arguments: argparse.Namespace) -> int:
     from minivllm.checkpoints import list_models
 
     for model in list_models():
-        print(f"{model.name}  {'(in the cache)' if model.cached else '(not fetched yet)'}")
-        print(f"    {model.description}\n    {model.size}; from {model.source}; licence {model.licence}")
+        where = "in the package" if model.shipped else "in the cache" if model.cached else "not fetched yet"
+        print(f"{model.name}  ({where})")
+        print(f"    {model.description}\n    {model.size}; {model.source}; licence {model.licence}")
     return 0
