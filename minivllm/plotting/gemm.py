@@ -112,7 +112,9 @@ def gemm_roofline(
     for peak, name in ((device.flops_per_second, "16 bits"), (peak_8bit, "8 bits")):
         balance = peak / device.bytes_per_second
         ax.plot([low, balance, high], [low * device.bytes_per_second / 1e12, peak / 1e12, peak / 1e12], color=INK)
-        ax.text(low * 1.1, peak / 1e12 * 1.04, f"{name}: {peak / 1e12:,.0f} TFLOP/s (modelled)", size=9, va="bottom")
+        ax.text(low * 1.1, peak / 1e12 * 1.04, f"{name}: {peak / 1e12:,.0f} TFLOP/s", size=9, va="bottom")
+    memory = f"memory: {device.bytes_per_second / 1e12:.1f} TB/s\n(all three are modelled)"
+    ax.text(low * 2, low * 1.3 * device.bytes_per_second / 1e12, memory, size=9, va="top")
     for format, marker in FORMAT_MARKERS.items():
         for is_measured in (False, True):
             own = [p for p in points if p.format == format and p.is_measured == is_measured]
@@ -162,7 +164,7 @@ def perplexity_costs(costs: Sequence[Cost], limit: float, title: str, subtitle: 
         y += 1
     ax.axvline(0, color=MUTED, linewidth=1, zorder=0)
     ax.axvline(100 * limit, color=HIGHLIGHT, linewidth=1.5, linestyle="--", zorder=0)
-    ax.text(100 * limit, -0.9, f"limit: {100 * limit:g} %", ha="right", va="bottom", size=9, color=INK)
+    ax.text(100 * limit - 0.04, -0.9, f"limit: {100 * limit:g} %", ha="right", va="bottom", size=9, color=INK)
     ax.set_yticks(list(labels), list(labels.values()))
     lowest = min(100 * (cost.increase - cost.standard_error) for cost in costs)
     ax.set(xlim=(min(lowest, 0) - 0.2, max(115 * limit, 3.6)), ylim=(y - 0.4, -1.4), title=title)
