@@ -131,7 +131,7 @@ BLOCK_SCALES = Exercise(
             scales_case([[1.0, 2.0, 3.0, 4.0, 6.0]], 2, 2.0, hidden=True, hint="five numbers in twos: three blocks"),
             scales_case([[3.0, -6.0, 1.0]], 4, 2.0, hidden=True, hint="a block longer than the row: one scale"),
             scales_case(
-                [[1.0, 3.0, 5.0, 7.0]], 2, 448.0, "bfloat16", hidden=True, hint="a scale kept in bfloat16 is rounded to 8 bits"
+                [[1.0, 3.0, 5.0, 7.0]], 2, 448.0, "bfloat16", hidden=True, hint="a scale in bfloat16 is rounded"
             ),
             scales_case(
                 [[-1.0, -2.0, -3.0, -0.5, -7.0]], 3, 7.0, hidden=True, hint="zeros that fill up change nothing"

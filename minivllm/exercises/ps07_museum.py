@@ -151,7 +151,7 @@ QUANTIZE_ROWS = Exercise(
             rows_case([[1e-6, -5e-7]], hidden=True, hint="a row of tiny numbers has the same floor as one of zeros"),
             rows_case([[1e-43, 0.0]], hidden=True, hint="1e-43 / 448 is 0 in float32, and 1e-43 / 0 is infinite"),
             rows_case([[-448.0, 0.0], [-0.0, -0.0]], hidden=True, hint="the largest magnitude may be negative"),
-            rows_case([[3.0, 1.5]], "bfloat16", hidden=True, hint="a scale kept in bfloat16 is rounded to 8 bits"),
+            rows_case([[3.0, 1.5]], "bfloat16", hidden=True, hint="a scale in bfloat16 is rounded"),
             rows_case([[0.5, 0.0], [0.0, 3e-5], [0.0, 0.0]], hidden=True, hint="one row must not touch another"),
         )
     ),
