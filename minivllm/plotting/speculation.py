@@ -67,7 +67,8 @@ def two_laws(p: Sequence[float], q: Sequence[float], title: str) -> tuple[Figure
         f"rejected: {sum(rejected):.2f}": (rejected, accepted, TOKEN_LOOKS["rejected"]),
     }
     for label, (heights, bottoms, look) in labels.items():
-        ax.bar(tokens, heights, bottom=bottoms, width=0.8, label=label, **look)
+        for bar in ax.bar(tokens, heights, bottom=bottoms, width=0.8, label=label, **look):
+            bar.set_visible(bar.get_height() > 0)  # no edge where there is nothing
     ax.legend(frameon=False, loc="upper right")
     ax.set_xticks(list(tokens))
     ax.set(title=title, xlabel="token", ylabel="probability")
@@ -112,7 +113,7 @@ def lines_over_k(
     """Labelled lines through (x, y) points; the label stands at the right end of each.
 
     Args:
-        subtitle: the provenance of measured points; it stands under the axis.
+        subtitle: the provenance of measured points, a line a file; it stands under the axis.
         even: a level to compare with, such as a speed-up of 1.
         log_x: whether x doubles from tick to tick; ticks are the x of the first line.
     """
@@ -136,6 +137,6 @@ def lines_over_k(
     if log_x:
         ax.set_xscale("log", base=2)
     ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    provenance = f"\n{textwrap.fill(subtitle, 74)}" if subtitle else ""
-    ax.set(title=title, xlabel=xlabel + provenance, ylabel=ylabel)
+    provenance = [textwrap.fill(line, 74) for line in subtitle.splitlines()]
+    ax.set(title=title, xlabel="\n".join([xlabel, *provenance]), ylabel=ylabel)
     return fig, ax
