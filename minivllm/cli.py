@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from minivllm.outputs import RequestOutput
     from minivllm.sampling_params import SamplingParams
 
-DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_MODEL = "tiny-deepseek"
 GEMM_FAMILIES, MOE_FAMILIES = ("bf16", "fp8_block", "fp8_token", "int8"), ("bf16", "fp8_block")
 
 
@@ -51,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     cli_trace.add_trace(commands, DEFAULT_MODEL)
     cli_trace.add_plot(commands)
-    fetch = commands.add_parser("fetch", help="download a named model", description="Download a named model.")
+    fetch = commands.add_parser(
+        "fetch", help="download a named model", description="Download a named model and print its directory."
+    )
     fetch.add_argument("name", help="a name that `models` lists")
     fetch.set_defaults(run=_fetch)
     models = commands.add_parser("models", help="list the named models", description="List the named models.")
@@ -60,14 +62,19 @@ def _parser() -> argparse.ArgumentParser:
         "bench", help="measure and write result files", description="Measure and write result files."
     )
     bench_commands = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
-    from minivllm.bench import engine, equality, scheduler
+    from minivllm.bench import engine, equality, perplexity, scheduler, speculation, speculation_equality
 
     engine.add_arguments(bench_commands.add_parser("engine", help="throughput of the whole engine, with peers"))
     _add_kernels(bench_commands.add_parser("kernels", help="the attention kernels at well-known shapes, with peers"))
     _add_products(bench_commands, "gemm", "matrix products in 16 and 8 bits, with the libraries", GEMM_FAMILIES)
     _add_products(bench_commands, "moe", "the experts of a layer, with peers", MOE_FAMILIES)
     equality.add_arguments(bench_commands.add_parser("equality", help="greedy tokens against transformers'"))
+    perplexity.add_arguments(bench_commands.add_parser("perplexity", help="what each format costs a model"))
     scheduler.add_arguments(bench_commands.add_parser("scheduler", help="a step's cost before any model runs"))
+    speculation.add_arguments(bench_commands.add_parser("speculation", help="decoding with drafts against plain"))
+    speculation_equality.add_arguments(
+        bench_commands.add_parser("speculation-equality", help="greedy tokens with drafts against those without")
+    )
     return parser
 
 
@@ -101,7 +108,7 @@ def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     engine.add_argument("--attention-backend", default="auto", help="auto, torch or reference")
     engine.add_argument("--speculate", metavar="METHOD", help="ngram, draft_model or mtp (default: no drafts)")
     engine.add_argument("--num-speculative-tokens", type=int, default=4, metavar="K", help="drafts a step (default: 4)")
-    engine.add_argument("--draft-model", metavar="MODEL", help="for --speculate draft_model: name or directory")
+    engine.add_argument("--draft-model", metavar="MODEL", help="for --speculate draft_model: name, directory or Hub id")
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -225,6 +232,7 @@ def _models(arguments: argparse.Namespace) -> int:
     from minivllm.checkpoints import list_models
 
     for model in list_models():
-        print(f"{model.name}  {'(in the cache)' if model.cached else '(not fetched yet)'}")
-        print(f"    {model.description}\n    {model.size}; from {model.source}; licence {model.licence}")
+        where = "in the package" if model.shipped else "in the cache" if model.cached else "not fetched yet"
+        print(f"{model.name}  ({where})")
+        print(f"    {model.description}\n    {model.size}; {model.source}; licence {model.licence}")
     return 0

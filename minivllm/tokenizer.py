@@ -51,7 +51,10 @@ def encode_chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[dict[st
     import jinja2
 
     if not tokenizer.chat_template:
-        raise ValueError("this model has no chat template: it was not trained to chat, use generate() with a text")
+        raise ValueError(
+            "this model has no chat template, since it was not trained to chat: give it a text to continue (generate), "
+            "or take a model that was, such as smollm2-135m"
+        )
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     except (jinja2.TemplateError, TypeError, KeyError) as error:

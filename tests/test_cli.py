@@ -67,7 +67,7 @@ def test_one_bad_prompt_is_reported_and_the_other_is_printed(capsys, model_path)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "no-such-model", "x"], "unknown model 'no-such-model'; known names: smollm2-135m"),
+        (["--model", "no-such-model", "x"], "unknown model 'no-such-model'; known names: tiny-deepseek, "),
         (["--temperature", "-1", "x"], "temperature must be 0 (greedy) or positive, not -1.0"),
         (["--top-p", "0", "x"], "top_p must be in (0, 1]"),
         (["--max-tokens", "0", "x"], "max_tokens must be 1 or more"),
@@ -103,6 +103,44 @@ def test_models_lists_names_sizes_and_licences(capsys):
     code, out, _ = run(capsys, "models")
     assert code == 0
     assert "smollm2-135m" in out and "Apache-2.0" in out
+    assert [line for line in out.splitlines() if line.startswith("tiny-")] == [
+        "tiny-deepseek  (in the package)",
+        "tiny-qwen3  (in the package)",
+        "tiny-qwen3-draft  (in the package)",
+    ]
+
+
+def test_without_a_model_named_the_one_in_the_package_continues_a_text_and_nothing_is_fetched(
+    capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("MINIVLLM_CACHE", str(tmp_path / "cache"))
+    code, out, err = run(capsys, "generate", "--max-tokens", "8", "Once upon a time")
+    assert code == 0 and len(out.split()) >= 4 and "8 tokens in" in err
+    assert not (tmp_path / "cache").exists()
+
+
+def test_the_default_model_does_not_chat_and_says_which_one_does(capsys):
+    code, out, err = run(capsys, "generate", "--chat", "Why is the sky blue?")
+    assert (code, out) == (2, "") and "not trained to chat" in err and "smollm2-135m" in err
+
+
+@pytest.mark.parametrize(
+    ("model", "drafter"),
+    [
+        ("tiny-deepseek", ("--speculate", "mtp", "--num-speculative-tokens", "3")),
+        ("tiny-qwen3", ("--speculate", "draft_model", "--draft-model", "tiny-qwen3-draft")),
+    ],
+)
+def test_drafts_of_shipped_models_change_no_token_and_are_counted(capsys, model, drafter):
+    command = ("generate", "--model", model, "--max-tokens", "24", "--dtype", "float32", "--json", "Once upon a time")
+    plain, drafted = (json.loads(run(capsys, *command, *options)[1]) for options in ((), drafter))
+    assert drafted["outputs"][0]["token_ids"] == plain["outputs"][0]["token_ids"]
+    assert sum(drafted["spec_decode"]["accepted"]) > 0 and plain["spec_decode"] is None
+
+
+def test_fetching_a_shipped_model_prints_its_directory(capsys):
+    code, out, _ = run(capsys, "fetch", "tiny-deepseek")
+    assert code == 0 and out.rstrip().endswith("tiny-deepseek")
 
 
 def test_fetch_refuses_an_unknown_name(capsys):

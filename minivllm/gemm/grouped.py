@@ -42,13 +42,13 @@ class GroupedTiles(NamedTuple):
 
 # By rows of a tile, for the gated and the plain product of 16-bit floats, and of block-scaled fp8.
 TILES = {
-    16: (GroupedTiles(16, 32, 128, 4, 4), GroupedTiles(16, 64, 128, 4, 4)),
+    16: (GroupedTiles(16, 64, 128, 4, 3), GroupedTiles(16, 64, 256, 4, 3)),
     32: (GroupedTiles(32, 64, 64, 4, 4), GroupedTiles(32, 128, 64, 4, 4)),
-    64: (GroupedTiles(64, 128, 64, 8, 3), GroupedTiles(64, 256, 64, 8, 3)),
-    128: (GroupedTiles(128, 128, 64, 8, 3), GroupedTiles(128, 256, 64, 8, 3)),
+    64: (GroupedTiles(64, 64, 64, 4, 4), GroupedTiles(64, 128, 64, 4, 3)),
+    128: (GroupedTiles(128, 128, 64, 8, 4), GroupedTiles(128, 256, 64, 8, 3)),
 }
 FP8_TILES = {
-    16: (GroupedTiles(16, 32, 128, 4, 4), GroupedTiles(16, 64, 128, 4, 4)),
+    16: (GroupedTiles(16, 32, 128, 4, 4), GroupedTiles(16, 64, 128, 4, 3)),
     32: (GroupedTiles(32, 64, 128, 4, 3), GroupedTiles(32, 128, 128, 4, 3)),
     64: (GroupedTiles(64, 64, 128, 4, 3), GroupedTiles(64, 128, 128, 4, 4)),
     128: (GroupedTiles(128, 64, 128, 8, 3), GroupedTiles(128, 128, 128, 8, 4)),

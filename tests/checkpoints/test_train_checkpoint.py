@@ -1,7 +1,9 @@
 """From the command line to a directory that transformers loads: names, sizes, numbers in the card, refusals."""
 
 import json
+import math
 import re
+import shutil
 import tarfile
 
 import pytest
@@ -11,7 +13,7 @@ from tiny_training import VOCAB, deepseek, qwen3, write_tale
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minivllm.checkpoints.train import main
-from minivllm.checkpoints.training import driver
+from minivllm.checkpoints.training import card, driver
 from minivllm.checkpoints.training.export import load_checkpoint, num_parameters, save_checkpoint
 from minivllm.checkpoints.training.model import build_model, hidden_states, model_config
 from minivllm.checkpoints.training.mtp import MTPLayer, initialise, unroll
@@ -137,12 +139,41 @@ def test_the_card_gives_the_measured_numbers(trained):
     evaluation = json.loads((directory / "evaluation.json").read_text())
     card = (directory / "README.md").read_text()
     held_out = evaluation["held_out"]
-    assert f"| {held_out['loss']:.3f} | {held_out['bits_per_byte']:.3f} |" in card
+    perplexity = math.exp(held_out["loss"])
+    assert f"| {held_out['loss']:.3f} | {perplexity:.1f} | {held_out['bits_per_byte']:.3f} |" in card
     assert f"nano {100 * held_out['first_draft_accepted']:.1f} %" in card
     for kind, chain in evaluation["chains"].items():
         assert f"| nano, {kind} | {' | '.join(f'{100 * rate:.1f} %' for rate in chain['accepted'])} |" in card
     assert set(evaluation["experts"]) == {"model.layers.1.mlp.gate", "model.layers.2.mlp.gate"}
     assert len(evaluation["samples"]) == 4 and evaluation["samples"][0]["text"][:25] in card
+
+
+def test_a_card_tells_a_newcomer_what_it_is_how_to_use_it_and_under_which_licence(trained):
+    for name, has_mtp in (("nano", True), ("nano-qwen3", False)):
+        card = (trained / "out" / name / "README.md").read_text()
+        heads = re.findall(r"^## (.+)$", card, re.MULTILINE)
+        of_experts = ["Multi-token prediction", "Load of the experts"] if has_mtp else []
+        assert heads == ["Use", "Training", "Held-out text", *of_experts, "Samples", "Shape", "Licence"]
+        assert "fairy tales in the public domain" in card and "Apache-2.0" in card
+        assert f'LLM("{name}"' in card and ('"method": "mtp"' in card) == has_mtp
+        assert "Temperature 0.8, seed 2:" in card and "Greedy:" in card
+
+
+def test_comparisons_stay_when_the_compared_models_do_not_ship(trained, tmp_path, monkeypatch):
+    shutil.copytree(trained / "out", tmp_path / "out")
+    monkeypatch.setitem(card._COMPARED, "nano", ("nano-qwen3", "nano-one-pass"))
+    one_pass = shutil.copytree(tmp_path / "out" / "nano", tmp_path / "out" / "nano-one-pass")
+    report = json.loads((one_pass / "evaluation.json").read_text())
+    report["chains"]["greedy"]["accepted"][-1] = 0.125
+    (one_pass / "evaluation.json").write_text(json.dumps(report))
+    card.write_card(tmp_path / "out" / "nano")
+    before = (tmp_path / "out" / "nano" / "README.md").read_text()
+    loss = json.loads((trained / "out" / "nano-qwen3" / "evaluation.json").read_text())["held_out"]["loss"]
+    assert f"| {loss:.3f} | {math.exp(loss):.1f} |" in before and "- nano-qwen3: " in before
+    assert "nano-one-pass, greedy |" in before and "greedy 12.5 -> " in before
+    shutil.move(tmp_path / "out" / "nano", tmp_path / "nano")
+    card.write_card(tmp_path / "nano")
+    assert (tmp_path / "nano" / "README.md").read_text() == before
 
 
 def test_held_out_loss_is_transformers_own_on_the_stored_weights(trained):

@@ -18,6 +18,7 @@ IGNORED_CELLS = {
     "04_paged_attention": 1,
     "05_mla_and_flash_mla": 1,
     "06_three_kernels_side_by_side": 1,
+    "07_gemm_backends": 1,
     "09_scheduler": 1,
 }
 """Cells whose output is not compared, for each chapter: those that print times, memory or versions, and no others."""
