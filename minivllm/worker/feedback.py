@@ -30,29 +30,26 @@ class TokenFeedback:
     """One stage's end of the broadcasts.
 
     Args:
-        num_speculative_tokens: k.
-        receive: returns the next broadcast, given its number of rows; None: they are handed to `deliver`.
+        receive: returns the next broadcast, given its number of rows.
     """
 
-    def __init__(self, num_speculative_tokens: int, receive: Callable[[int], np.ndarray] | None = None) -> None:
-        self._k = num_speculative_tokens
+    def __init__(self, receive: Callable[[int], np.ndarray]) -> None:
         self._receive = receive
         self._expected: deque[list[RequestState]] = deque()
-        self._delivered: deque[np.ndarray] = deque()
         self._num_read = 0
 
     def expect(self, inputs: StepInputs) -> None:
         """A step has been sent on."""
         self._expected.append([inputs.states[index] for index in inputs.sampled])
 
-    def deliver(self, inputs: StepInputs, output: ModelRunnerOutput) -> None:
-        """In one process: the last stage has accepted tokens, in its own `inputs`."""
-        self._delivered.append(pack_tokens(inputs, output, self._k))
-
     def catch_up(self, batch: StageBatch, num_steps_booked: int) -> None:
         """Read the broadcasts that a message presumes."""
         while self._num_read < num_steps_booked:
             states = self._expected.popleft()
-            token_ids = self._delivered.popleft() if self._receive is None else self._receive(len(states))
-            batch.append_sampled(states, token_ids)
+            batch.append_sampled(states, self._receive(len(states)))
             self._num_read += 1
+
+    def drain(self) -> None:
+        """Read what is still to come, and drop it."""
+        while self._expected:
+            self._receive(len(self._expected.popleft()))

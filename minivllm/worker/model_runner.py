@@ -29,6 +29,7 @@ from minivllm.worker.kv_memory import JointCacheSpec, count_blocks
 from minivllm.worker.paged_cache import PagedCache
 from minivllm.worker.sampling_inputs import SamplingInputs
 from minivllm.worker.stage_batch import StageBatch
+from minivllm.worker.tensor_parallel import TensorParallelGroup
 
 _PROMPT_LOGPROBS_ROWS = 256
 """Logits of so many prompt rows at a time: all rows of a long prompt times a large vocabulary would not fit."""
@@ -45,6 +46,7 @@ class ModelRunner:
         num_sharing: runners that share the memory of this device, or of this host where it is a CPU.
         allocate: whether the cache is allocated at once; else somebody calls `allocate_kv_cache` with the number of
             blocks that all stages have room for.
+        tensor_parallel: this rank's group; all of its ranks run the same steps, and choose the same tokens.
 
     Attributes:
         max_model_len: longest request in tokens; lowered to what the cache holds where the config left it open.
@@ -62,12 +64,13 @@ class ModelRunner:
         device: str | None = None,
         num_sharing: int = 1,
         allocate: bool = True,
+        tensor_parallel: TensorParallelGroup | None = None,
     ) -> None:
         self.config = config
         self.device = resolve_device(device or config.device)
         self.model, self.hf_config = load_model(
             model_path, self.device, config.dtype, config.load_format, config.max_model_len, config.seed,
-            config.quantization, config.gemm_backend, stage,
+            config.quantization, config.gemm_backend, stage, tensor_parallel,
         )  # fmt: skip
         self.stage = self.model.stage
         self.dtype = resolve_dtype(config.dtype, self.device, self.hf_config)

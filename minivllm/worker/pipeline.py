@@ -11,9 +11,6 @@ import copy
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import torch
 
 from minivllm.config import EngineConfig
 from minivllm.engine.batch_queue import PipelineCore
@@ -21,17 +18,8 @@ from minivllm.engine.messages import ModelRunnerOutput, SchedulerOutput
 from minivllm.engine.simulate import CostModel
 from minivllm.engine.stage_states import CLASSIC
 from minivllm.engine.stage_timeline import StageTimeline
-from minivllm.worker.feedback import TokenFeedback
-from minivllm.worker.inputs import StepInputs
 from minivllm.worker.model_runner import ModelRunner
-
-
-@dataclass
-class _Waiting:
-    """A step in front of a stage, with the hidden states that the stage before it has sent."""
-
-    message: SchedulerOutput
-    hidden: torch.Tensor | None = None
+from minivllm.worker.stage import LocalLink, PipelineStage
 
 
 class InProcessPipeline:
@@ -50,7 +38,7 @@ class InProcessPipeline:
     """
 
     def __init__(self, config: EngineConfig, model_path: str, costs: Sequence[CostModel] | None = None) -> None:
-        self.config, self.costs = config, costs
+        self.costs = costs
         self.num_stages = size = config.pipeline_parallel_size
         self.stages = [
             ModelRunner(config, model_path, (index, size), num_sharing=size, allocate=False) for index in range(size)
@@ -67,20 +55,16 @@ class InProcessPipeline:
         self._forget_steps()
 
     def _forget_steps(self) -> None:
-        self._inboxes: list[deque[_Waiting]] = [deque() for _ in self.stages]
+        links = LocalLink.create(self.num_stages)
+        self._workers = [PipelineStage(runner, link) for runner, link in zip(self.stages, links, strict=True)]
+        self._inboxes: list[deque[SchedulerOutput]] = [deque() for _ in self.stages]
         self._results: deque[tuple[int, ModelRunnerOutput]] = deque()
-        self._feedbacks = [
-            TokenFeedback(self.config.num_speculative_tokens)
-            if self.config.pp_token_feedback == "broadcast" and not stage.stage.is_last
-            else None
-            for stage in self.stages
-        ]
 
     def submit(self, scheduler_output: SchedulerOutput) -> None:
         """Put a step in front of the first stage."""
         if self.keep_messages:
             self.messages.append(copy.deepcopy(scheduler_output))
-        self._inboxes[0].append(_Waiting(scheduler_output))
+        self._inboxes[0].append(scheduler_output)
         if scheduler_output.num_scheduled_tokens:
             self.timeline.submit(scheduler_output.step)
 
@@ -100,36 +84,26 @@ class InProcessPipeline:
             if self._inboxes[index]:
                 self._run(index, self._inboxes[index].popleft())
 
-    def _run(self, index: int, waiting: _Waiting) -> None:
-        message, stage, feedback = waiting.message, self.stages[index], self._feedbacks[index]
+    def _run(self, index: int, message: SchedulerOutput) -> None:
         start = time.perf_counter()
-        if feedback is not None:
-            feedback.catch_up(stage.batch, message.num_steps_booked)
-        inputs = stage.begin(message)
-        hidden = None if inputs is None else stage.forward(inputs, waiting.hidden)
-        if stage.stage.is_last:
-            if inputs is not None:
-                output = stage.finish(inputs, hidden)
-                self._results.append((message.step, output))
-                for other in self._feedbacks[:-1]:
-                    if other is not None:
-                        other.deliver(inputs, output)
-        else:
-            if feedback is not None and inputs is not None:
-                feedback.expect(inputs)
-            self._inboxes[index + 1].append(_Waiting(message, hidden))
-        if inputs is not None:
-            seconds = time.perf_counter() - start if self.costs is None else self._cost(index, message, inputs)
-            self.timeline.run(index, message.step, seconds, message.total_num_scheduled_tokens)
+        output = self._workers[index].run(message)
+        if index + 1 < self.num_stages:
+            self._inboxes[index + 1].append(message)
+        if not message.num_scheduled_tokens:
+            return
+        if output is not None:
+            self._results.append((message.step, output))
+        seconds = time.perf_counter() - start if self.costs is None else self._cost(index, message)
+        self.timeline.run(index, message.step, seconds, message.total_num_scheduled_tokens)
 
-    def _cost(self, index: int, message: SchedulerOutput, inputs: StepInputs) -> float:
-        num_context_tokens = int((inputs.num_computed + inputs.num_scheduled).sum())
-        return self.costs[index].step_time(message.total_num_scheduled_tokens, num_context_tokens)
+    def _cost(self, index: int, message: SchedulerOutput) -> float:
+        starts = [new.num_computed_tokens for new in message.scheduled_new_reqs]
+        num_tokens = message.total_num_scheduled_tokens
+        num_context_tokens = num_tokens + sum(starts) + sum(message.scheduled_cached_reqs.num_computed_tokens)
+        return self.costs[index].step_time(num_tokens, num_context_tokens)
 
     def reset(self) -> None:
         """Forget all requests and all steps on their way."""
-        for stage in self.stages:
-            stage.reset()
         self.timeline.clear_waiting()
         self._forget_steps()
 
