@@ -1,7 +1,7 @@
 """`python -m minivllm …`: generate text, trace and draw steps, fetch and list models, run benchmarks.
 
 Text goes to stdout, everything about it (progress, speed, errors) to stderr. Errors are one line and exit code 2;
-Ctrl-C ends with 130.
+Ctrl-C ends with 130; the death of a pipeline's stage, told with its traceback or signal, with 1.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from minivllm import cli_trace
+from minivllm.engine.batch_queue import StageDied
 from minivllm.engine.spec_stats import SpecDecodeStats
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"minivllm: error: {error}", file=sys.stderr)
         return 2
+    except StageDied as error:
+        print(f"minivllm: error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("\nminivllm: interrupted", file=sys.stderr)
         return 130
@@ -106,6 +110,10 @@ def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     engine.add_argument("--block-size", type=int, metavar="N", help="tokens in one KV cache block")
     engine.add_argument("--quantization", choices=("fp8", "fp8_block", "int8"), help="default: none")
     engine.add_argument("--attention-backend", default="auto", help="auto, torch or reference")
+    engine.add_argument("--pipeline-parallel-size", type=int, default=1, metavar="N", help="stages (default: 1)")
+    engine.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks a layer (default: 1)")
+    engine.add_argument("--pp-token-feedback", choices=("scheduler", "broadcast"), default="scheduler",
+                        help="how stages learn what was sampled (default: %(default)s)")  # fmt: skip
     engine.add_argument("--speculate", metavar="METHOD", help="ngram, draft_model or mtp (default: no drafts)")
     engine.add_argument("--num-speculative-tokens", type=int, default=4, metavar="K", help="drafts a step (default: 4)")
     engine.add_argument("--draft-model", metavar="MODEL", help="for --speculate draft_model: name, directory or Hub id")
@@ -133,6 +141,9 @@ def _generate(arguments: argparse.Namespace) -> int:
         quantization=arguments.quantization,
         attention_backend=arguments.attention_backend,
         speculative_config=_speculative_config(arguments),
+        pipeline_parallel_size=arguments.pipeline_parallel_size,
+        tensor_parallel_size=arguments.tensor_parallel_size,
+        pp_token_feedback=arguments.pp_token_feedback,
     )
     prompts = arguments.prompts
     if arguments.chat:

@@ -81,6 +81,7 @@ class EngineConfig:
     speculative_config: dict[str, Any] | None = None
     """See `SpeculativeConfig`; None, or a dict with "num_speculative_tokens" 0, means no speculation."""
     tensor_parallel_size: int = 1
+    """Ranks that share out each layer: heads, columns and experts."""
     pipeline_parallel_size: int = 1
     """Stages that the layers are split into; each has a process (and a GPU) of its own, or all share this one."""
     pp_token_feedback: str = "scheduler"
@@ -159,11 +160,15 @@ class EngineConfig:
                 f"pp_token_feedback={self.pp_token_feedback!r} needs several stages, and pipeline_parallel_size is 1: "
                 "raise it, or leave pp_token_feedback at 'scheduler'"
             )
-        if (
-            self.world_size > 1
-            and self.device.startswith("cuda:")
-            and self.distributed_executor_backend != "in_process"
-        ):
+        if self.world_size == 1:
+            return
+        is_in_process = self.distributed_executor_backend == "in_process"
+        if self.tensor_parallel_size > 1 and is_in_process:
+            raise ConfigError(
+                "distributed_executor_backend='in_process' keeps the stages of a pipeline in one process, but not "
+                f"tensor-parallel ranks: use 'mp' or 'torchrun' with tensor_parallel_size={self.tensor_parallel_size}"
+            )
+        if self.device.startswith("cuda:") and not is_in_process:
             raise ConfigError(
                 f"device={self.device!r} names one GPU, but each of the {self.world_size} ranks has its own: use "
                 "device='cuda'"
@@ -177,7 +182,6 @@ class EngineConfig:
     def _refuse_what_is_not_built(self) -> None:
         """Options that architecture and command line already name, but that nothing serves yet."""
         not_built = {
-            "tensor_parallel_size": self.tensor_parallel_size != 1,
             "async_scheduling": self.async_scheduling,
         }
         for name, is_set in not_built.items():

@@ -16,6 +16,10 @@ from minivllm.engine.core import EngineCore
 from minivllm.engine.messages import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
 
 
+class StageDied(RuntimeError):
+    """A process of the pipeline has ended before its time; the message says which, and how."""
+
+
 class PipelineWorker(Protocol):
     """What the engine asks of a pipeline. Results come in the order of the messages."""
 
@@ -25,7 +29,7 @@ class PipelineWorker(Protocol):
         """Send a step on its way. A message without tokens is news only, and has no result."""
 
     def collect(self) -> ModelRunnerOutput:
-        """Wait for the result of the oldest step on its way."""
+        """Wait for the result of the oldest step on its way; raises StageDied where it will never come."""
 
     def reset(self) -> None:
         """Forget all requests, and the results of all steps on their way."""

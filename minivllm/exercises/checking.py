@@ -81,9 +81,9 @@ def _examine_case(exercise: Exercise, case: Case, fn: Callable) -> None:
 
     try:
         got = fn(*given)
-    except NotImplementedError:
-        raise ExerciseFailure(f"{exercise.name} is not written yet: put your code in place of the stub") from None
     except Exception as error:
+        if isinstance(error, NotImplementedError) and not error.args:  # torch raises it, too, but says why
+            raise ExerciseFailure(f"{exercise.name} is not written yet: put your code in place of the stub") from None
         raise failure(f"{type(error).__name__}: {error}", f"it raised an error{_origin(error)}") from error
     for name, before, after in zip(exercise.parameters, case.args, given, strict=True):
         if not same_value(before, after):
@@ -139,6 +139,8 @@ def same_value(a: Any, b: Any) -> bool:
     if hasattr(a, "shape") and hasattr(a, "dtype"):
         if a.shape != b.shape or a.dtype != b.dtype:
             return False
+        if getattr(a, "is_meta", False):
+            return True  # a tensor without numbers has no more to compare
         both_nan = (a != a) & (b != b)
         return bool(((a == b) | both_nan).all())
     return bool(a == b)

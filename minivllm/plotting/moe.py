@@ -99,27 +99,35 @@ class LayerTime:
     ours: float
     peers: Mapping[str, float]
     """Names as `bench moe` gives them: vllm_fused_moe, torch_grouped."""
+    fp8: float | None = None
+    """Our time with block-scaled fp8 weights, where it was measured."""
 
 
 def layer_times(times: Sequence[LayerTime], title: str, subtitle: str) -> tuple[Figure, Axes]:
-    """A row a layer: a disc for minivllm's time, other marks for the peers', on a logarithmic axis.
+    """A row a layer: a disc and a triangle for minivllm's times, other marks for the peers', on a logarithmic axis.
 
-    On the right, how many times as long vLLM took.
+    On the right, how many times as long the fastest peer took as minivllm did in the same format.
     """
     fig, ax = plt.subplots(figsize=(7.0, 1.9 + 0.36 * len(times)))
+    seen: set[str] = set()
+
+    def mark(x: float, y: float, marker: str, label: str, **look: object) -> None:
+        ax.plot(x, y, marker, linestyle="none", label=label if label not in seen else None, **look)
+        seen.add(label)
+
     for y, time in enumerate(times):
         ends = [time.ours, *time.peers.values()]
         ax.plot([min(ends), max(ends)], [y, y], color=FAINT, linewidth=2, zorder=1)
-        ax.plot(time.ours, y, "o", color=_SCORE, markersize=9, zorder=3, label="minivllm" if y == 0 else None)
+        mark(time.ours, y, "o", "minivllm", color=_SCORE, markersize=9, zorder=3)
+        if time.fp8 is not None:
+            mark(time.fp8, y, "^", "minivllm, fp8", color=_SCORE, markersize=8, markerfacecolor="white", zorder=4)
         for name, value in time.peers.items():
-            words, marker = _PEERS[name]
-            is_first = all(name not in earlier.peers for earlier in times[:y])
-            ax.plot(value, y, marker, color=INK, markerfacecolor="none", markersize=8, markeredgewidth=1.8, zorder=2,
-                    linestyle="none", label=words if is_first else None)  # fmt: skip
-        if "vllm_fused_moe" in time.peers:
-            ratio = f"{time.peers['vllm_fused_moe'] / time.ours:.2f}"
+            label, marker = _PEERS[name]
+            mark(value, y, marker, label, color=INK, markerfacecolor="none", markersize=8, markeredgewidth=1.8)
+        if time.peers:
+            ratio = f"{min(time.peers.values()) / time.ours:.2f}"
             ax.text(1.02, y, ratio, va="center", transform=ax.get_yaxis_transform(), size=9, weight="bold")
-    ax.text(1.02, -1.0, "vLLM / ours", va="center", transform=ax.get_yaxis_transform(), size=9)
+    ax.text(1.02, -1.0, "best peer\n/ minivllm", va="center", transform=ax.get_yaxis_transform(), size=9)
     ax.set_yticks(range(len(times)), [time.label for time in times], size=9)
     ax.set_xscale("log")
     xlabel = "microseconds for a layer's experts, sort and sum included (less is better)"
@@ -128,5 +136,5 @@ def layer_times(times: Sequence[LayerTime], title: str, subtitle: str) -> tuple[
     ax.grid(axis="x", color=FAINT, linewidth=0.6)
     ax.set_axisbelow(True)
     ax.tick_params(axis="y", length=0)
-    ax.legend(loc="upper left", ncols=3, frameon=False, fontsize=9, labelcolor=INK, borderaxespad=0.1)
+    ax.legend(loc="upper left", ncols=4, frameon=False, fontsize=9, labelcolor=INK, borderaxespad=0.1)
     return fig, ax

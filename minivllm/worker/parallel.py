@@ -7,7 +7,8 @@
                         |           |
     stage 1             2           3         hidden states down a column, once a step: [2, T, hidden_size]
 
-Every rank of a stage has all of the hidden states, so each sends its own to the rank below. Groups are torch.distributed:
+Every rank of a stage has all of the hidden states, so each sends its own to the rank below. Groups are those of
+torch.distributed:
 gloo where ranks compute on CPUs, NCCL where each has a GPU; what the host has to say always goes through gloo.
 """
 
@@ -134,6 +135,11 @@ class DistributedLink:
         room = torch.empty(num_rows, width, dtype=torch.int32)
         dist.recv(room, (self._place.num_stages - 1) * self._place.num_tensor_ranks, tag=_TOKENS_TAG)
         return room.numpy()
+
+    def flush(self) -> None:
+        """Wait until everything has arrived: what is dropped before that never does."""
+        while self._on_their_way:
+            self._on_their_way.popleft()[0].wait()
 
     def _send(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
         while self._on_their_way and self._on_their_way[0][0].is_completed():

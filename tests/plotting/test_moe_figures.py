@@ -63,14 +63,19 @@ def test_each_size_of_tile_has_a_line_that_is_named_where_it_falls():
 
 def test_times_are_marks_and_the_ratio_stands_beside_them():
     times = [
-        LayerTime("1 token", 40.0, {"torch_grouped": 90.0}),
+        LayerTime("1 token", 40.0, {"torch_grouped": 90.0}, fp8=30.0),
         LayerTime("64 tokens", 200.0, {"vllm_fused_moe": 250.0, "torch_grouped": 500.0}),
     ]
     fig, ax = layer_times(times, "Ahead", "recorded on a GPU, PyTorch 2, commit 0")
     marks = [(line.get_marker(), float(line.get_xdata()[0])) for line in ax.lines if line.get_marker() != "None"]
-    assert marks == [("o", 40.0), ("x", 90.0), ("o", 200.0), ("D", 250.0), ("x", 500.0)]
-    assert texts(ax) == ["1.25", "vLLM / ours"]
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["minivllm", "PyTorch", "vLLM"]
+    assert marks == [("o", 40.0), ("^", 30.0), ("x", 90.0), ("o", 200.0), ("D", 250.0), ("x", 500.0)]
+    assert texts(ax) == ["2.25", "1.25", "best peer\n/ minivllm"]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+        "minivllm",
+        "minivllm, fp8",
+        "PyTorch",
+        "vLLM",
+    ]
     assert "microseconds" in ax.get_xlabel() and "recorded on a GPU" in ax.get_xlabel() and ax.get_xscale() == "log"
     assert [label.get_text() for label in ax.get_yticklabels()] == ["1 token", "64 tokens"]
     assert_texts_do_not_overlap(fig, ax)
