@@ -122,7 +122,7 @@ def utilisation_lines(
     most = max(max(curve) for curve in formula.values())
     ax.set_xticks(range(1, most + 1))
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-    ax.set(xlim=(0.1, most + 0.25), ylim=(0, 1.08), title=title)
+    ax.set(xlim=(-0.4, most + 0.25), ylim=(0, 1.08), title=title)
     ax.set(xlabel="batches in flight (points: measured on the timeline; lines: formula)", ylabel="stages at work")
     return fig, ax
 
