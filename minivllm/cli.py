@@ -66,13 +66,14 @@ def _parser() -> argparse.ArgumentParser:
         "bench", help="measure and write result files", description="Measure and write result files."
     )
     bench_commands = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
-    from minivllm.bench import engine, equality, perplexity, scheduler, speculation, speculation_equality
+    from minivllm.bench import engine, equality, parallel, perplexity, scheduler, speculation, speculation_equality
 
     engine.add_arguments(bench_commands.add_parser("engine", help="throughput of the whole engine, with peers"))
     _add_kernels(bench_commands.add_parser("kernels", help="the attention kernels at well-known shapes, with peers"))
     _add_products(bench_commands, "gemm", "matrix products in 16 and 8 bits, with the libraries", GEMM_FAMILIES)
     _add_products(bench_commands, "moe", "the experts of a layer, with peers", MOE_FAMILIES)
     equality.add_arguments(bench_commands.add_parser("equality", help="greedy tokens against transformers'"))
+    parallel.add_arguments(bench_commands.add_parser("parallel", help="greedy tokens of pipelines against one process"))
     perplexity.add_arguments(bench_commands.add_parser("perplexity", help="what each format costs a model"))
     scheduler.add_arguments(bench_commands.add_parser("scheduler", help="a step's cost before any model runs"))
     speculation.add_arguments(bench_commands.add_parser("speculation", help="decoding with drafts against plain"))

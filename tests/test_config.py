@@ -38,6 +38,13 @@ def test_block_size_is_kept_when_given():
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be a positive whole number, not 0"),
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be a positive whole number"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be a positive whole number"),
+        ({"pp_token_feedback": "broadcast"}, "needs several stages, and pipeline_parallel_size is 1"),
+        ({"distributed_executor_backend": "ray"}, "distributed_executor_backend must be one of auto, mp, torchrun"),
+        (
+            {"tensor_parallel_size": 2, "distributed_executor_backend": "in_process"},
+            "not tensor-parallel ranks: use 'mp' or 'torchrun' with tensor_parallel_size=2",
+        ),
+        ({"pipeline_parallel_size": 2, "device": "cuda:1"}, "device='cuda:1' names one GPU, but each of the 2 ranks"),
         ({"gpu_memory_utilization": 0.0}, r"gpu_memory_utilization must be in \(0, 1\], not 0.0"),
         ({"gpu_memory_utilization": 1.1}, r"gpu_memory_utilization must be in \(0, 1\], not 1.1"),
         ({"gpu_memory_utilization": float("nan")}, r"gpu_memory_utilization must be in \(0, 1\], not nan"),
@@ -62,9 +69,6 @@ def test_a_budget_smaller_than_max_num_seqs_is_refused_with_both_ways_out():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("pipeline_parallel_size", 2),
-        ("tensor_parallel_size", 2),
-        ("pp_token_feedback", "broadcast"),
         ("async_scheduling", True),
         ("attention_backend", "hopper"),
     ],

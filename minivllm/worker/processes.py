@@ -103,7 +103,9 @@ class StageProcesses:
         os._exit(0 if is_well else 1)
 
     def send(self, rank: int, item: tuple) -> None:
-        """To one rank. A rank that has gone is noticed by `receive`."""
+        """To one rank; raises StageDied where one has ended."""
+        if self.death is not None:
+            raise self.death
         try:
             self.connections[rank].send(item)
         except (BrokenPipeError, ConnectionResetError, OSError):
