@@ -9,7 +9,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter
 
-from minivllm.plotting.style import FAINT, HIGHLIGHT, INK, KERNEL_COLOURS, PLATE
+from minivllm.plotting.style import FAINT, HIGHLIGHT, INK, KERNEL_COLOURS
 
 _SCORE = KERNEL_COLOURS["flash"]
 _LOADS = LinearSegmentedColormap.from_list("loads", ["white", _SCORE])
@@ -76,12 +76,12 @@ def padding_lines(num_tokens: Sequence[int], waste: Mapping[int, Sequence[float]
     fig, ax = plt.subplots(figsize=(7.0, 3.4))
     for index, (tile, shares) in enumerate(sorted(waste.items(), reverse=True)):
         ax.plot(num_tokens, shares, ("-", "--", "-.", ":")[index % 4], color=_SCORE, linewidth=2)
-        # Labels of smaller tiles stand higher, so that neighbours do not meet.
-        height = 0.3 + 0.22 * index
-        nearest = min(range(len(shares)), key=lambda i: abs(shares[i] - height))
+        # The largest tile's line is the rightmost: its label has room behind it, the others have it in front.
+        nearest = min(range(len(shares)), key=lambda i: abs(shares[i] - 0.5))
+        place = {"xytext": (6, 0), "ha": "left"} if index == 0 else {"xytext": (-6, 0), "ha": "right"}
         ax.annotate(
-            f"tiles of {tile}", (num_tokens[nearest], shares[nearest]), ha="center", va="center", weight="bold",
-            bbox=PLATE,
+            f"tiles of {tile}", (num_tokens[nearest], shares[nearest]), textcoords="offset points", va="center",
+            weight="bold", size=9, **place,
         )  # fmt: skip
     ax.set_xscale("log", base=2)
     ax.set_xticks(num_tokens[::2], [f"{n:,}" for n in num_tokens[::2]])

@@ -1,5 +1,6 @@
 """Figures of chapter 11: what each forward pass reads and guesses, and how often which draft is right."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -78,8 +79,11 @@ def acceptance_by_draft(
             drafts = range(1, len(shares) + 1)
             ax.plot(drafts, [100 * share for share in shares], label=label, markersize=6, **look)
         ax.set_xticks(list(range(1, max(map(len, lines.values())) + 1)))
-        ax.set(xlabel="draft", ylabel="accepted, given those before (%)", ylim=(0, 104), title=name)
-        ax.title.set_fontweight("normal")
-        ax.legend(frameon=False, fontsize=8, loc="lower left" if min(map(min, lines.values())) > 0.5 else "upper left")
+        low, high = min(map(min, lines.values())), max(map(max, lines.values()))
+        # Room for the legend below, in whole tens.
+        ylim = max(math.floor(10 * low - 1.2), 0) * 10, min(math.ceil(10 * high + 0.5), 10) * 10
+        ax.set(xlabel="draft", ylabel="accepted, given those before (%)", ylim=ylim)
+        ax.set_title(name, fontweight="normal")
+        ax.legend(frameon=False, fontsize=8, loc="lower left")
     fig.suptitle(title, x=0.01, ha="left", size=11, weight="bold")
     return fig, axes[0]

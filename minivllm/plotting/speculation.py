@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch, Rectangle
 
 from minivllm.plotting.style import HIGHLIGHT, INK, KERNEL_COLOURS, MUTED, PLATE, REQUEST_COLOURS, TOKEN_LOOKS
 
@@ -66,9 +66,11 @@ def two_laws(p: Sequence[float], q: Sequence[float], title: str) -> tuple[Figure
         f"recovered: {sum(recovered):.2f}": (recovered, accepted, TOKEN_LOOKS["decode"]),
         f"rejected: {sum(rejected):.2f}": (rejected, accepted, TOKEN_LOOKS["rejected"]),
     }
-    for label, (heights, bottoms, look) in labels.items():
-        ax.bar(tokens, heights, bottom=bottoms, width=0.8, label=label, **look)
-    ax.legend(frameon=False, loc="upper right")
+    for heights, bottoms, look in labels.values():
+        for bar in ax.bar(tokens, heights, bottom=bottoms, width=0.8, **look):
+            bar.set_visible(bar.get_height() > 0)  # no edge where there is nothing
+    handles = [Patch(label=label, **look) for label, (_, _, look) in labels.items()]
+    ax.legend(handles=handles, frameon=False, loc="upper right")
     ax.set_xticks(list(tokens))
     ax.set(title=title, xlabel="token", ylabel="probability")
     return fig, ax
@@ -112,11 +114,12 @@ def lines_over_k(
     """Labelled lines through (x, y) points; the label stands at the right end of each.
 
     Args:
-        subtitle: the provenance of measured points; it stands under the axis.
+        subtitle: the provenance of measured points, a line a file; it stands under the axis.
         even: a level to compare with, such as a speed-up of 1.
         log_x: whether x doubles from tick to tick; ticks are the x of the first line.
     """
-    fig, ax = plt.subplots(figsize=(7.0, 3.8))
+    provenance = [line for part in subtitle.splitlines() for line in textwrap.wrap(part, 74)]
+    fig, ax = plt.subplots(figsize=(7.0, 3.6 + 0.2 * len(provenance)))
     if even is not None:
         ax.axhline(even, color=MUTED, linewidth=1, zorder=0)
     ends = sorted(((points[-1][1], label) for label, points in lines.items()), reverse=True)
@@ -136,6 +139,5 @@ def lines_over_k(
     if log_x:
         ax.set_xscale("log", base=2)
     ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    provenance = f"\n{textwrap.fill(subtitle, 74)}" if subtitle else ""
-    ax.set(title=title, xlabel=xlabel + provenance, ylabel=ylabel)
+    ax.set(title=title, xlabel="\n".join([xlabel, *provenance]), ylabel=ylabel)
     return fig, ax

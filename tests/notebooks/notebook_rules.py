@@ -21,6 +21,8 @@ IGNORED_CELLS = {
     "07_gemm_backends": 1,
     "08_moe_and_custom_ops": 1,
     "09_scheduler": 1,
+    "10_speculative_decoding": 1,
+    "11_deepseek_mtp": 1,
     "12_pipeline_parallelism": 1,
 }
 """Cells whose output is not compared, for each chapter: those that print times, memory or versions, and no others."""

@@ -54,7 +54,7 @@ def test_each_size_of_tile_has_a_line_that_is_named_where_it_falls():
     assert [line.get_ydata().tolist() for line in ax.lines] == [waste[128], waste[16]]
     assert len({line.get_linestyle() for line in ax.lines}) == 2, "told apart in grey, too"
     assert [(text.get_text(), text.xy) for text in ax.texts] == [
-        ("tiles of 128", (32768, 0.3)),
+        ("tiles of 128", (1024, 0.7)),
         ("tiles of 16", (32, 0.5)),
     ]
     assert ax.get_xscale() == "log" and "tokens" in ax.get_xlabel() and "padding" in ax.get_ylabel()

@@ -48,6 +48,8 @@ def test_the_parts_of_two_laws_make_up_p_and_q():
     assert [a + b for a, b in zip(accepted, rejected, strict=True)] == pytest.approx(q)
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
     assert labels == ["accepted: 0.60", "recovered: 0.40", "rejected: 0.40"]
+    assert [bool(handle.get_hatch()) for handle in ax.get_legend().get_patches()] == [False, False, True]
+    assert [bar.get_visible() for bar in ax.containers[2]] == [False, True, False]
     assert ax.get_ylabel() == "probability"
 
 

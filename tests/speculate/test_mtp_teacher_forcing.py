@@ -33,6 +33,8 @@ class Told:
     drafted: list[tuple[int, list[int]]] = field(default_factory=list)
     verified: list[tuple[int, int, int]] = field(default_factory=list)
     """(tokens known before, drafts sent, drafts accepted)."""
+    logits: list[torch.Tensor] = field(default_factory=list)
+    """[1, V] of each pass that drafted, if the request ran alone."""
 
 
 def run(temperature: float = 0.0, **settings) -> tuple[list[Told], list]:
@@ -40,10 +42,14 @@ def run(temperature: float = 0.0, **settings) -> tuple[list[Told], list]:
     settings = {"num_gpu_blocks_override": 64, "dtype": "float32", "device": "cpu", **settings}
     llm = LLM("tiny-deepseek", speculative_config={"method": "mtp", "num_speculative_tokens": K}, **settings)
     execute, told = llm.engine.worker.execute_model, {}
+    proposer, logits = llm.engine.worker.proposer, []
+    compute_logits = proposer.compute_logits
+    proposer.compute_logits = lambda hidden: logits.append(compute_logits(hidden)) or logits[-1]
 
     def recorded(message):
         for new in message.scheduled_new_reqs:
             told[new.req_id] = Told(list(new.prompt_token_ids))
+        logits.clear()
         output = execute(message)
         for req_id, emitted in output.sampled_token_ids.items():
             one = told[req_id]
@@ -53,6 +59,7 @@ def run(temperature: float = 0.0, **settings) -> tuple[list[Told], list]:
             one.token_ids += emitted
             if req_id in output.draft_token_ids:
                 one.drafted.append((len(one.token_ids), output.draft_token_ids[req_id]))
+                one.logits += logits
         return output
 
     llm.engine.worker.execute_model = recorded
@@ -63,16 +70,16 @@ def run(temperature: float = 0.0, **settings) -> tuple[list[Told], list]:
 
 @pytest.fixture(scope="module")
 def teacher():
-    """A text's ids [L] -> what each pass guesses at each position: K lists of L - 2 tokens."""
+    """A text's ids [L] -> the logits of each pass at each position, [K, L - 2, V]."""
     model, mtp = load_checkpoint(fetch("tiny-deepseek"), torch.device("cpu"))
 
     @torch.no_grad()
-    def guesses(token_ids: list[int]) -> list[list[int]]:
+    def logits(token_ids: list[int]) -> torch.Tensor:
         rows = torch.tensor([token_ids])
         hidden = model.model(input_ids=rows[:, :-2], use_cache=False).last_hidden_state
-        return [model.lm_head(output)[0].argmax(-1).tolist() for output in unroll(model, mtp, rows, hidden, K)]
+        return torch.stack([model.lm_head(output)[0] for output in unroll(model, mtp, rows, hidden, K)])
 
-    return guesses
+    return logits
 
 
 def expected_drafts(guesses: list[list[int]], known: int, text: list[int]) -> list[int]:
@@ -102,7 +109,7 @@ def test_the_engines_drafts_are_those_of_teacher_forcing(teacher, temperature, s
     told, _ = run(temperature, **settings)
     num_compared = 0
     for one in told:
-        guesses = teacher(one.token_ids)
+        guesses = teacher(one.token_ids).argmax(-1).tolist()
         for known, drafts in one.drafted:
             expected = expected_drafts(guesses, known, one.token_ids)
             assert drafts[: len(expected)] == expected
@@ -110,11 +117,28 @@ def test_the_engines_drafts_are_those_of_teacher_forcing(teacher, temperature, s
     assert num_compared > len(PROMPTS) * 10
 
 
+def test_the_logits_behind_the_drafts_are_those_of_teacher_forcing(teacher):
+    """Sharper than drafts: a rotation that is off by one position leaves most of them as they are."""
+    told, _ = run(max_num_seqs=1)
+    largest, num_compared = 0.0, [0] * K
+    for one in told:
+        expected, passes = teacher(one.token_ids), iter(one.logits)
+        guesses = expected.argmax(-1).tolist()
+        for known, drafts in one.drafted:
+            of_drafts = [next(passes) for _ in drafts]
+            for index in range(len(expected_drafts(guesses, known, one.token_ids))):
+                difference = of_drafts[index][0] - expected[index, known - 2 + index]
+                largest = max(largest, difference.abs().max().item())
+                num_compared[index] += 1
+        assert next(passes, None) is None
+    assert min(num_compared) > 20 and largest < 1e-3, largest
+
+
 def test_acceptance_on_the_engines_run_is_that_of_teacher_forcing(teacher):
     told, outputs = run()
     counts = {"engine": [0, 0], "teacher": [0, 0]}  # first drafts: verified, right
     for one, output in zip(told, outputs, strict=True):
-        guesses = teacher(one.token_ids)
+        guesses = teacher(one.token_ids).argmax(-1).tolist()
         assert [sent for _, sent, _ in one.verified][:-1] == [K] * (len(one.verified) - 1)
         for known, sent, accepted in one.verified:
             if known >= len(one.token_ids) - sent:
