@@ -23,6 +23,7 @@ IGNORED_CELLS = {
     "09_scheduler": 1,
     "10_speculative_decoding": 1,
     "11_deepseek_mtp": 1,
+    "12_pipeline_parallelism": 1,
 }
 """Cells whose output is not compared, for each chapter: those that print times, memory or versions, and no others."""
 
