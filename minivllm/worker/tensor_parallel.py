@@ -74,6 +74,8 @@ class DistributedGroup(TensorParallelGroup):
         import torch.distributed as dist
 
         self._dist, self._group = dist, process_group
+        # PyTorch 2.13 has given it a new name.
+        self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -82,7 +84,7 @@ class DistributedGroup(TensorParallelGroup):
 
     def all_gather(self, x: Tensor) -> Tensor:
         parts = x.new_empty(self.size * x.shape[0], *x.shape[1:])  # gloo wants them one below the other
-        self._dist.all_gather_into_tensor(parts, x.contiguous(), group=self._group)
+        self._gather(parts, x.contiguous(), group=self._group)
         return parts.view(self.size, *x.shape).movedim(0, -2).flatten(-2)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
