@@ -1,6 +1,8 @@
 """The course as the tests see it: its sets, its notebooks, and the wrong answers collected for each."""
 
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,3 +43,26 @@ def wrong_answers(set_name: str) -> dict[str, list[tuple[Callable, str]]]:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.WRONG_ANSWERS
+
+
+def solved_sheet(assignment: str) -> dict:
+    """All that the instructor's sheet defines, graded cells aside."""
+    namespace: dict = {}
+    for cell in read_notebook("source", assignment).cells:
+        if cell.cell_type == "code" and not cell.metadata.get("nbgrader", {}).get("grade"):
+            exec(cell.source, namespace)
+    return namespace
+
+
+def checks_and_what_they_load(problem_set: str) -> tuple[list[str], str]:
+    """Checks a set's oracles in a process of its own: what that printed, and what it loaded of torch and engine."""
+    script = f"""
+import sys
+from minivllm.exercises import check, exercises_of
+for exercise in exercises_of("{problem_set}"):
+    check(exercise.name, exercise.oracle, hidden=True)
+print(*(name for name in sys.modules if name == "torch" or name.startswith("minivllm.engine")))
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    *checked, loaded = run.stdout.splitlines()
+    return checked, loaded

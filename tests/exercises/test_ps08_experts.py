@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from classroom import read_notebook
+from classroom import solved_sheet
 
 from minivllm.exercises import ExerciseFailure, check, find
 from minivllm.moe import ops
@@ -15,11 +15,7 @@ from minivllm.moe.routing import noaux_tc
 @pytest.fixture(scope="module")
 def sheet():
     """All that the solved sheet defines."""
-    namespace: dict = {}
-    for cell in read_notebook("source", "ps08_experts").cells:
-        if cell.cell_type == "code" and not cell.metadata.get("nbgrader", {}).get("grade"):
-            exec(cell.source, namespace)
-    return namespace
+    return solved_sheet("ps08_experts")
 
 
 def random_ids(rng: random.Random, num_experts: int, most_tokens: int = 12) -> list[list[int]]:

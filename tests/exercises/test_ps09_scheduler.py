@@ -1,11 +1,9 @@
 """Set 9 beside the engine: its rules are the scheduler's, and its exhibits do to a real run what the sheet says."""
 
 import random
-import subprocess
-import sys
 
 import pytest
-from classroom import read_notebook
+from classroom import checks_and_what_they_load, solved_sheet
 from helpers import make_request, make_scheduler, run_step
 
 from minivllm.engine.messages import ModelRunnerOutput
@@ -17,23 +15,11 @@ from minivllm.exercises.ps09_victims import Candidate
 @pytest.fixture(scope="module")
 def sheet():
     """All that the solved sheet defines."""
-    namespace: dict = {}
-    for cell in read_notebook("source", "ps09_scheduler").cells:
-        if cell.cell_type == "code" and not cell.metadata.get("nbgrader", {}).get("grade"):
-            exec(cell.source, namespace)
-    return namespace
+    return solved_sheet("ps09_scheduler")
 
 
 def test_the_checks_of_the_set_load_neither_torch_nor_the_engine():
-    script = """
-import sys
-from minivllm.exercises import check, exercises_of
-for exercise in exercises_of("ps09"):
-    check(exercise.name, exercise.oracle, hidden=True)
-print(*(name for name in sys.modules if name == "torch" or name.startswith("minivllm.engine")))
-"""
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    *checked, loaded = run.stdout.splitlines()
+    checked, loaded = checks_and_what_they_load("ps09")
     assert len(checked) == 6 and loaded == ""
 
 

@@ -1,13 +1,11 @@
 """Set 10 beside the engine: its rules are those of the proposer, the rejection sampler and the block manager."""
 
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
-from classroom import read_notebook
+from classroom import checks_and_what_they_load, solved_sheet
 from helpers import make_request
 
 from minivllm.engine.kv_cache import KVCacheManager
@@ -19,23 +17,11 @@ from minivllm.speculate.ngram import look_up
 @pytest.fixture(scope="module")
 def sheet():
     """All that the solved sheet defines."""
-    namespace: dict = {}
-    for cell in read_notebook("source", "ps10_speculation").cells:
-        if cell.cell_type == "code" and not cell.metadata.get("nbgrader", {}).get("grade"):
-            exec(cell.source, namespace)
-    return namespace
+    return solved_sheet("ps10_speculation")
 
 
 def test_the_checks_of_the_set_load_neither_torch_nor_the_engine():
-    script = """
-import sys
-from minivllm.exercises import check, exercises_of
-for exercise in exercises_of("ps10"):
-    check(exercise.name, exercise.oracle, hidden=True)
-print(*(name for name in sys.modules if name == "torch" or name.startswith("minivllm.engine")))
-"""
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    *checked, loaded = run.stdout.splitlines()
+    checked, loaded = checks_and_what_they_load("ps10")
     assert len(checked) == 6 and loaded == ""
 
 

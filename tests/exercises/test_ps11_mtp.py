@@ -1,13 +1,11 @@
 """Set 11 beside the engine: its rules are those of the MTP proposer, the runner and the statistics."""
 
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
-from classroom import read_notebook
+from classroom import checks_and_what_they_load, solved_sheet
 
 from minivllm.engine.messages import CachedRequestData, NewRequestData, SchedulerOutput
 from minivllm.engine.spec_stats import SpecDecodeStats
@@ -26,23 +24,11 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def sheet():
     """All that the solved sheet defines."""
-    namespace: dict = {}
-    for cell in read_notebook("source", "ps11_mtp").cells:
-        if cell.cell_type == "code" and not cell.metadata.get("nbgrader", {}).get("grade"):
-            exec(cell.source, namespace)
-    return namespace
+    return solved_sheet("ps11_mtp")
 
 
 def test_the_checks_of_the_set_load_neither_torch_nor_the_engine():
-    script = """
-import sys
-from minivllm.exercises import check, exercises_of
-for exercise in exercises_of("ps11"):
-    check(exercise.name, exercise.oracle, hidden=True)
-print(*(name for name in sys.modules if name == "torch" or name.startswith("minivllm.engine")))
-"""
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    *checked, loaded = run.stdout.splitlines()
+    checked, loaded = checks_and_what_they_load("ps11")
     assert len(checked) == 6 and loaded == ""
 
 

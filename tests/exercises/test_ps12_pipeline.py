@@ -1,11 +1,9 @@
 """Set 12 beside the engine: its rules are the engine's, and its exhibits do to a real run what the sheet says."""
 
 import random
-import subprocess
-import sys
 
 import pytest
-from classroom import read_notebook
+from classroom import checks_and_what_they_load, solved_sheet
 from helpers import make_request, make_scheduler
 
 from minivllm.config import EngineConfig
@@ -21,23 +19,11 @@ from minivllm.exercises.ps12_step import Row
 @pytest.fixture(scope="module")
 def sheet():
     """All that the solved sheet defines."""
-    namespace: dict = {}
-    for cell in read_notebook("source", "ps12_pipeline").cells:
-        if cell.cell_type == "code" and not cell.metadata.get("nbgrader", {}).get("grade"):
-            exec(cell.source, namespace)
-    return namespace
+    return solved_sheet("ps12_pipeline")
 
 
 def test_the_checks_of_the_set_load_neither_torch_nor_the_engine():
-    script = """
-import sys
-from minivllm.exercises import check, exercises_of
-for exercise in exercises_of("ps12"):
-    check(exercise.name, exercise.oracle, hidden=True)
-print(*(name for name in sys.modules if name == "torch" or name.startswith("minivllm.engine")))
-"""
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    *checked, loaded = run.stdout.splitlines()
+    checked, loaded = checks_and_what_they_load("ps12")
     assert len(checked) == 6 and loaded == ""
 
 
