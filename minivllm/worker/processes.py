@@ -36,14 +36,22 @@ class StageProcesses:
     Args:
         connections: to each rank.
         processes: of each rank; None where somebody else has started it.
+        store: where the ranks have met.
+        own_rank: the thread that serves rank 0, where the engine's process is a rank itself.
     """
 
-    def __init__(self, connections: list[Connection], processes: list[Any], store: Any = None) -> None:
+    def __init__(
+        self,
+        connections: list[Connection],
+        processes: list[Any],
+        store: Any = None,
+        own_rank: threading.Thread | None = None,
+    ) -> None:
         self.connections, self.processes = connections, processes
         self.places: list[Place] = [Place(rank, len(connections), 1) for rank in range(len(connections))]
         self.death: StageDied | None = None
         self._store = store  # lives as long as the ranks that meet there
-        self._end = weakref.finalize(self, _end, connections, processes)
+        self._end = weakref.finalize(self, _end, connections, processes, own_rank)
 
     @classmethod
     def start(cls, world_size: int) -> "StageProcesses":
@@ -90,8 +98,9 @@ class StageProcesses:
             connections = _accept_all(listener, world_size)
             ours, theirs = Pipe()
             arguments = (theirs, rank, local_rank, num_local, _already_joined)
-            threading.Thread(target=serve, args=arguments, name="minivllm-rank-0", daemon=True).start()
-            return cls([ours, *connections], [None] * world_size)
+            own_rank = threading.Thread(target=serve, args=arguments, name="minivllm-rank-0", daemon=True)
+            own_rank.start()
+            return cls([ours, *connections], [None] * world_size, own_rank=own_rank)
         meeting: list[Any] = [None, None]
         dist.broadcast_object_list(meeting)
         port, key = meeting
@@ -200,11 +209,14 @@ def _describe(places: list[Place], reports: list[tuple[float, int, str]], silent
     return f"{places[rank]} has died of an exception:\n{trace}"
 
 
-def _end(connections: list[Connection], processes: list[Any]) -> None:
+def _end(connections: list[Connection], processes: list[Any], own_rank: threading.Thread | None = None) -> None:
     for connection in connections:
         with suppress(OSError, ValueError):
             connection.send(("close",))
     end = time.monotonic() + _CLOSE_SECONDS
+    if own_rank is not None:
+        # A thread that is still inside PyTorch when the interpreter ends takes the whole process down with SIGABRT.
+        own_rank.join(_CLOSE_SECONDS)
     started = [process for process in processes if process is not None]
     if all(process.exitcode in (None, 0) for process in started):
         for process in started:

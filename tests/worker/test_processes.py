@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from multiprocessing.connection import Pipe
 
 import pytest
 from helpers import run_to_end
@@ -199,6 +201,22 @@ def test_torchrun_starts_the_ranks_and_only_the_first_writes(models, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:-1] == [str(alone(models[0])["a"])]
+
+
+def test_the_engine_waits_for_the_rank_that_is_a_thread_of_its_own():
+    """A thread that is in PyTorch when the interpreter ends would abort the process (seen under torchrun)."""
+    ours, theirs = Pipe()
+    ended = []
+
+    def serve_slowly():
+        assert theirs.recv() == ("close",)
+        time.sleep(0.2)  # the rest of a step
+        ended.append(True)
+
+    thread = threading.Thread(target=serve_slowly, daemon=True)
+    thread.start()
+    StageProcesses([ours], [None], own_rank=thread).close()
+    assert ended == [True]
 
 
 def test_sizes_that_torchrun_does_not_have_are_refused(monkeypatch):
