@@ -214,9 +214,10 @@ def _end(connections: list[Connection], processes: list[Any], own_rank: threadin
         with suppress(OSError, ValueError):
             connection.send(("close",))
     end = time.monotonic() + _CLOSE_SECONDS
-    if own_rank is not None:
-        # A thread that is still inside PyTorch when the interpreter ends takes the whole process down with SIGABRT.
-        own_rank.join(_CLOSE_SECONDS)
+    # A thread that is still inside PyTorch when the interpreter ends takes the whole process down with SIGABRT. It is
+    # not waited for where it is itself the one that ends all: the garbage collector runs in any thread.
+    if own_rank not in (None, threading.current_thread()):
+        own_rank.join(max(0.0, end - time.monotonic()))
     started = [process for process in processes if process is not None]
     if all(process.exitcode in (None, 0) for process in started):
         for process in started:

@@ -219,6 +219,25 @@ def test_the_engine_waits_for_the_rank_that_is_a_thread_of_its_own():
     assert ended == [True]
 
 
+def test_a_pipeline_that_its_own_rank_collects_is_ended():
+    ours, theirs = Pipe()
+    begin, failures = threading.Event(), []
+
+    def serve_and_collect():
+        begin.wait(5)
+        try:
+            held.pop().close()
+        except RuntimeError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=serve_and_collect, daemon=True)
+    thread.start()
+    held = [StageProcesses([ours], [None], own_rank=thread)]
+    begin.set()
+    thread.join(5)
+    assert failures == [] and ours.closed and theirs.recv() == ("close",)
+
+
 def test_sizes_that_torchrun_does_not_have_are_refused(monkeypatch):
     config = EngineConfig("m", pipeline_parallel_size=2, tensor_parallel_size=2)
     assert choose_backend(config) == "mp"
