@@ -3,11 +3,16 @@
     acc = 0
     for each 128 of K:
         partial = a[:, k] b[:, k]^T                  a fresh accumulator: 4 tensor core steps of 32
-        acc    += partial * (sa[:, k] * sb[n, k])    float32, in the ordinary cores
+        acc    += partial * (sa[:, k] * sb[n, k])    float32, in the ordinary cores ("promotion")
 
 A step along K is as long as a scale's region, so a scale is applied to 128 sums at once. That also repairs what Hopper
 does to fp8: its tensor cores keep about 14 bits of a running sum, and the error would grow with K; here a sum of 128
 is carried over into float32 before it can.
+
+The loop takes two steps at once, which costs registers (two partial sums) and gains time twice. The compiler waits for
+a partial sum before it promotes it, and what stands between two waits overlaps: the first promotion runs under the
+second product. And the threads meet half as often. Scales come by plain loads, which nothing but the loop runs ahead:
+those of the next two steps are read before the products of these, or each product would wait for them.
 
 Shapes: a [M, K] and b [N, K] float8_e4m3fn, sa [M, K / 128] and sb [ceil(N / 128), ceil(K / 128)] float32 of any
 strides; best are scales that lie column by column (sa.t() contiguous), which a tile reads in one piece. K is a
@@ -23,29 +28,26 @@ from minivllm.attention.checks import cdiv, check_tensor, fail
 from minivllm.attention.common import dot
 from minivllm.gemm.quantize import BLOCK, FP8
 from minivllm.gemm.tiles import (
-    GROUP,
     Tiles,
+    in_waves,
     launch,
     load_tile,
-    num_programs,
     part_of_k,
-    reduce_splits,
     split_k,
     store_tile,
     tile_of,
-    workspace,
 )
 from minivllm.triton_env import INTERPRET, tl, triton
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# By the largest M that a row serves. Wider than 128 would need two accumulators of 256 columns: too many registers.
+# By the largest M that a row serves. A load in flight is two steps: 2 (BLOCK_M + BLOCK_N) 128 bytes.
 SMALL_TILES = {
     16: Tiles(16, 64, 128, 4, 4),
     32: Tiles(32, 64, 128, 4, 4),
-    64: Tiles(64, 128, 128, 8, 4),
-    128: Tiles(128, 128, 128, 8, 4),
+    64: Tiles(64, 128, 128, 8, 3),
+    128: Tiles(128, 128, 128, 8, 3),
 }
-SQUARE = Tiles(256, 64, 128, 8, 4)
+SQUARE = Tiles(128, 128, 128, 8, 3)
 INTERPRETER_TILES = Tiles(32, 64, 128, 4, 1)
 
 
@@ -67,6 +69,14 @@ def scaled_dot(acc, x, y, sa, sb):
 
 
 @triton.jit
+def _load_scales(sa_at, sb_at, step, end, sa_step, sb_step, is_row):
+    """sa [M] and the number sb of one step; from `end` on, sa is zero."""
+    sa = tl.load(sa_at + step * sa_step, mask=is_row & (step < end), other=0.0)
+    sb = tl.load(sb_at + tl.minimum(step, end - 1) * sb_step)
+    return sa, sb
+
+
+@triton.jit
 def _fp8_block_kernel(
     a, b, a_scale, b_scale, out, M, N, K, a_row, b_row, sa_row, sa_step, sb_row, sb_step, out_row, k_steps,
     num_programs, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
@@ -75,22 +85,30 @@ def _fp8_block_kernel(
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     num_tiles = num_m * num_n
-    for index in tl.range(tl.program_id(0), num_tiles * SPLITS, num_programs, flatten=DESCRIPTOR):
+    for index in tl.range(tl.program_id(0), num_tiles * SPLITS, num_programs):
         split = index // num_tiles
         tile_m, tile_n = tile_of(index % num_tiles, num_m, num_n, GROUP)
         row = tile_m * BLOCK_M
         column = tile_n * BLOCK_N
         rows = row + tl.arange(0, BLOCK_M)
+        is_row = rows < M
         sa_at = a_scale + rows.to(tl.int64) * sa_row
         sb_at = b_scale + column // BLOCK_K * sb_row
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         lo, hi = part_of_k(split, k_steps, tl.cdiv(K, BLOCK_K), SPLITS)
-        for step in tl.range(lo, hi):
-            sa = tl.load(sa_at + step * sa_step, mask=rows < M, other=0.0)
-            sb = tl.load(sb_at + step * sb_step)
-            x = load_tile(a, row, step * BLOCK_K, M, K, a_row, BLOCK_M, BLOCK_K, DESCRIPTOR)
-            y = load_tile(b, column, step * BLOCK_K, N, K, b_row, BLOCK_N, BLOCK_K, DESCRIPTOR)
-            acc = scaled_dot(acc, x, y, sa, sb)
+        sa0, sb0 = _load_scales(sa_at, sb_at, lo, hi, sa_step, sb_step, is_row)
+        sa1, sb1 = _load_scales(sa_at, sb_at, lo + 1, hi, sa_step, sb_step, is_row)
+        for step in tl.range(lo, hi, 2):
+            sa2, sb2 = _load_scales(sa_at, sb_at, step + 2, hi, sa_step, sb_step, is_row)
+            sa3, sb3 = _load_scales(sa_at, sb_at, step + 3, hi, sa_step, sb_step, is_row)
+            k = step * BLOCK_K
+            x0 = load_tile(a, row, k, M, K, a_row, BLOCK_M, BLOCK_K, DESCRIPTOR)
+            y0 = load_tile(b, column, k, N, K, b_row, BLOCK_N, BLOCK_K, DESCRIPTOR)
+            x1 = load_tile(a, row, k + BLOCK_K, M, K, a_row, BLOCK_M, BLOCK_K, DESCRIPTOR)
+            y1 = load_tile(b, column, k + BLOCK_K, N, K, b_row, BLOCK_N, BLOCK_K, DESCRIPTOR)
+            acc = scaled_dot(acc, x0, y0, sa0, sb0)
+            acc = scaled_dot(acc, x1, y1, sa1, sb1)  # past the end of an odd number of steps: times zero
+            sa0, sb0, sa1, sb1 = sa2, sb2, sa3, sb3
         store_tile(out + split.to(tl.int64) * M * N, acc, row, column, M, N, out_row, BLOCK_M, BLOCK_N)
 
 
@@ -129,15 +147,16 @@ def gemm_fp8_block(
     out = torch.empty(m, n, dtype=out_dtype, device=a.device)
     if m == 0 or n == 0 or k == 0:
         return out.zero_()
-    tiles = tiles or choose_tiles(m, n, k, a.device)
-    if tiles.block_k != BLOCK or BLOCK % tiles.block_n:
+    if tiles and (tiles.block_k != BLOCK or BLOCK % tiles.block_n):
         fail("tiles", f"of block_k {BLOCK} and a block_n that divides it", tiles)
-    parts = workspace(out, tiles.splits)
-    k_steps = cdiv(k // BLOCK, tiles.splits)
-    programs = min(num_programs(a.device), tiles.count(m, n) * tiles.splits)
-    strides = (a.stride(0), b.stride(0), *a_scale.stride(), *b_scale.stride(), n)
-    launch(
-        _fp8_block_kernel, programs, a, b, (a_scale, b_scale, parts), (m, n, k, *strides, k_steps, programs), tiles,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, SPLITS=tiles.splits, GROUP=GROUP,
-    )  # fmt: skip
-    return out if parts is out else reduce_splits(parts, out)
+
+    def product(rows: slice, tiles: Tiles) -> None:
+        strides = (*a_scale.stride(), *b_scale.stride())
+        launch(_fp8_block_kernel, a[rows], b, (a_scale[rows], b_scale), out[rows], tiles, strides, steps_at_once=2)
+
+    if tiles is None:
+        tiles = choose_tiles(m, n, k, a.device)
+        in_waves(product, tiles, tiles, m, n, k, a.device)
+    else:
+        product(slice(0, m), tiles)
+    return out

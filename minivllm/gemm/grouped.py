@@ -25,7 +25,7 @@ from minivllm.attention.checks import FLOATS, cdiv, check_tensor, fail
 from minivllm.attention.common import dot, round_to
 from minivllm.gemm.fp8_block import check_block_scaled_k, scaled_dot
 from minivllm.gemm.quantize import BLOCK, FP8
-from minivllm.gemm.tiles import describe, fits_descriptor
+from minivllm.gemm.tiles import GROUP, describe, fits_descriptor, tile_of
 from minivllm.triton_env import INTERPRET, tl, triton
 from minivllm.triton_launch import launch_kernel
 
@@ -91,13 +91,15 @@ def _grouped_kernel(
     a, b, out, weights, a_scale, b_scale, pairs, expert_of_tile,
     num_pairs, N, K, half, a_row, b_expert, b_row, out_row, sa_row, sa_step, sb_expert, sb_row, sb_step,
     ROWS_A_TOKEN: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr, SCALED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DESCRIPTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
 ):  # fmt: skip
-    # Programs that follow each other share a tile's rows and walk over its columns.
+    # Programs that follow each other have the same columns in GROUP tiles (tiles.py), which often are one expert's: its
+    # weights are then read from memory once and come from the L2 cache after that.
     width = half if GATED else N
     num_n = tl.cdiv(width, BLOCK_N)
-    tile = tl.program_id(0) // num_n
-    column = tl.program_id(0) % num_n * BLOCK_N
+    tile, column = tile_of(tl.program_id(0), tl.num_programs(0) // num_n, num_n, GROUP)
+    column *= BLOCK_N
     expert = tl.load(expert_of_tile + tile)
     if expert >= 0:
         pair = tl.load(pairs + tile * BLOCK_M + tl.arange(0, BLOCK_M))
@@ -194,6 +196,7 @@ def grouped_gemm(
     constexprs = {
         "ROWS_A_TOKEN": rows_a_token, "GATED": gated, "WEIGHTED": weights is not None, "SCALED": scaled,
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
+        "GROUP": GROUP,
     }  # fmt: skip
     # As in tiles.py: large tiles read b through TMA. Experts then have to lie one behind the other.
     if tiles.block_m >= _DESCRIPTOR_ROWS and b.is_contiguous() and fits_descriptor(b.flatten(0, 1)):

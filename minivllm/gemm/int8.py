@@ -2,6 +2,9 @@
 
     C[m, n] = sa[m] sb[n] sum_k a[m, k] b[n, k]      the sum is int32, and exact up to K = 133,000
 
+Where K is split over programs, each part is exact, scaled, and added in float32 (tiles.py). Where one program sums all
+of K, the integer is exact until it is scaled.
+
 The same kernel serves fp8 with such scales (sums in float32), for GPUs whose libraries do not.
 
 Shapes: a [M, K], b [N, K] int8 or float8_e4m3fn, sa [M, 1], sb [N, 1] float32. M, N and K are free.
@@ -12,21 +15,19 @@ Method: the W8A8 scheme of SmoothQuant (Xiao et al. 2022) and LLM.int8() (Dettme
 import torch
 from torch import Tensor
 
-from minivllm.attention.checks import cdiv, check_tensor, fail
+from minivllm.attention.checks import check_tensor, fail
 from minivllm.attention.common import dot
 from minivllm.gemm.quantize import FP8
 from minivllm.gemm.tiles import (
-    GROUP,
     Tiles,
+    in_waves,
     launch,
     load_tile,
     num_programs,
     part_of_k,
-    reduce_splits,
     split_k,
     store_tile,
     tile_of,
-    workspace,
 )
 from minivllm.triton_env import INTERPRET, tl, triton
 
@@ -107,14 +108,14 @@ def gemm_row_scaled(
     out = torch.empty(m, n, dtype=out_dtype, device=a.device)
     if m == 0 or n == 0 or k == 0:
         return out.zero_()
-    tiles = tiles or choose_tiles(m, n, k, a.device)
-    parts = workspace(out, tiles.splits)
-    k_steps = cdiv(cdiv(k, tiles.block_k), tiles.splits)
-    programs = min(num_programs(a.device), tiles.count(m, n) * tiles.splits)
-    launch(
-        _row_scaled_kernel, programs, a, b, (a_scale, b_scale, parts),
-        (m, n, k, a.stride(0), b.stride(0), n, k_steps, programs), tiles,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, SPLITS=tiles.splits, GROUP=GROUP,
-        IS_INT8=a.dtype == torch.int8,
-    )  # fmt: skip
-    return out if parts is out else reduce_splits(parts, out)
+
+    def product(rows: slice, tiles: Tiles) -> None:
+        is_int8 = a.dtype == torch.int8
+        launch(_row_scaled_kernel, a[rows], b, (a_scale[rows], b_scale), out[rows], tiles, IS_INT8=is_int8)
+
+    if tiles is None:
+        tiles = choose_tiles(m, n, k, a.device)
+        in_waves(product, tiles, SQUARE if tiles == WIDE else tiles, m, n, k, a.device)
+    else:
+        product(slice(0, m), tiles)
+    return out

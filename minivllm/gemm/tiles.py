@@ -17,6 +17,7 @@ Tiles come from a table of few rows by what the host knows (M, N, K), never by t
 table is verified by the tests.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -32,13 +33,11 @@ GROUP = 8
 _INTERPRETER_PROGRAMS = 2
 _REDUCE_BLOCK = 1024
 _DESCRIPTOR_ROWS = 64
+_DESCRIPTOR_WORK = 2**31
 
 
 class Tiles(NamedTuple):
-    """One launch: the tile of C, the step along K, warps a program, loads in flight, parts of K.
-
-    `halves`: the tile of C is written in that many parts, which leaves shared memory for one more load in flight.
-    """
+    """One launch: the tile of C, the step along K, warps a program, loads in flight, parts of K."""
 
     block_m: int
     block_n: int
@@ -46,7 +45,6 @@ class Tiles(NamedTuple):
     num_warps: int
     num_stages: int
     splits: int = 1
-    halves: int = 1
 
     def count(self, m: int, n: int) -> int:
         """Tiles of C."""
@@ -58,6 +56,28 @@ def split_k(tiles: Tiles, m: int, n: int, k: int, device: torch.device, most: in
     programs = num_programs(device)
     splits = min(programs // max(tiles.count(m, n), 1), most, cdiv(k, 4 * tiles.block_k))
     return tiles._replace(splits=max(splits, 1))
+
+
+def in_waves(product: Callable[[slice, Tiles], None], tiles: Tiles, rest: Tiles, m: int, n: int, k: int,
+             device: torch.device) -> None:  # fmt: skip
+    """Call product(rows of C, tiles) for all of C, in one piece or two.
+
+    As many tiles as there are multiprocessors make a wave, and a last wave that is nearly empty lasts as long as a full
+    one: 4096 x 2112 in tiles of 128 x 256 are 288, on 132 multiprocessors two waves and 24. The rows of tiles that fill
+    no whole wave are then a product of their own: in tiles like `rest`, with K split.
+    """
+    whole = rows_of_whole_waves(tiles, m, n, num_programs(device))
+    if whole < m:
+        product(slice(whole, m), split_k(rest, m - whole, n, k, device))
+    product(slice(0, whole), tiles)
+
+
+def rows_of_whole_waves(tiles: Tiles, m: int, n: int, programs: int) -> int:
+    """Rows of C whose tiles fill whole waves; m where the last wave is more than half full, or the only one."""
+    if tiles.count(m, n) % programs > programs // 2:
+        return m
+    waves = tiles.count(m, n) // programs
+    return min(waves * programs // cdiv(n, tiles.block_n) * tiles.block_m, m) or m
 
 
 def num_programs(device: torch.device) -> int:
@@ -121,7 +141,9 @@ def _reduce_kernel(parts, out, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def reduce_splits(parts: Tensor, out: Tensor) -> Tensor:
-    """parts [splits, M, N] float32, summed over splits into out [M, N], both contiguous."""
+    """parts [splits, M, N] float32, summed over splits into out [M, N], both contiguous; nothing if they are one."""
+    if parts is out:
+        return out
     size = out.numel()
     launch_kernel(
         _reduce_kernel, (cdiv(size, _REDUCE_BLOCK), 1, 1), (parts, out), (size,), SPLITS=len(parts), BLOCK=_REDUCE_BLOCK
@@ -144,31 +166,46 @@ def describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 
 
-def use_descriptors(tiles: Tiles, *tensors: Tensor) -> bool:
+def use_descriptors(tiles: Tiles, a: Tensor, b: Tensor) -> bool:
     """Whether a launch goes through TMA: large tiles do where the tensors allow it.
 
     Small products read through plain pointers: making descriptors takes the host longer than such a kernel runs.
     """
-    return fits_descriptor(*tensors) and (tiles.block_m >= _DESCRIPTOR_ROWS and tiles.splits == 1)
+    is_large = INTERPRET.value or len(a) * len(b) * a.shape[1] >= _DESCRIPTOR_WORK
+    return is_large and tiles.block_m >= _DESCRIPTOR_ROWS and fits_descriptor(a, b)
 
 
 def launch(
     kernel: "triton.JITFunction",
-    programs: int,
     a: Tensor,
     b: Tensor,
-    others: tuple[Tensor | None, ...],
-    numbers: tuple[int, ...],
+    scales: tuple[Tensor, ...],
+    out: Tensor,
     tiles: Tiles,
+    scale_strides: tuple[int, ...] = (),
+    steps_at_once: int = 1,
     **constexprs: object,
 ) -> None:
-    """A kernel with the parameters (a, b, *others, *numbers, constexprs…, DESCRIPTOR) over a and b in tiles."""
+    """out [M, N] = kernel's product of a [M, K] and b [N, K], and the sum over its parts if K is split.
+
+    The kernel has the parameters (a, b, *scales, out, M, N, K, a_row, b_row, *scale_strides, out_row, k_steps,
+    num_programs, BLOCK_M, BLOCK_N, BLOCK_K, SPLITS, GROUP, *constexprs, DESCRIPTOR); k_steps, the steps along K of one
+    split, is a multiple of `steps_at_once`.
+    """
+    (m, n), k = out.shape, a.shape[1]
+    parts = workspace(out, tiles.splits)
+    k_steps = steps_at_once * cdiv(cdiv(k, tiles.block_k), steps_at_once * tiles.splits)
+    programs = min(num_programs(a.device), tiles.count(m, n) * tiles.splits)
+    numbers = (m, n, k, a.stride(0), b.stride(0), *scale_strides, out.stride(0), k_steps, programs)
+    cut = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "SPLITS": tiles.splits}
+    constexprs = {**cut, "GROUP": GROUP, **constexprs}
     if use_descriptors(tiles, a, b):
         a_desc, b_desc = describe(a, tiles.block_m, tiles.block_k), describe(b, tiles.block_n, tiles.block_k)
         options = {"num_warps": tiles.num_warps, "num_stages": 1 if INTERPRET.value else tiles.num_stages}
-        kernel[(programs,)](a_desc, b_desc, *others, *numbers, **constexprs, DESCRIPTOR=True, **options)
+        kernel[(programs,)](a_desc, b_desc, *scales, parts, *numbers, **constexprs, DESCRIPTOR=True, **options)
     else:
         launch_kernel(
-            kernel, (programs, 1, 1), (a, b, *others), numbers, tiles.num_warps, tiles.num_stages,
+            kernel, (programs, 1, 1), (a, b, *scales, parts), numbers, tiles.num_warps, tiles.num_stages,
             **constexprs, DESCRIPTOR=False,
         )  # fmt: skip
+    reduce_splits(parts, out)

@@ -18,17 +18,15 @@ from torch import Tensor
 from minivllm.attention.checks import FLOATS, check_tensor, fail
 from minivllm.attention.common import dot
 from minivllm.gemm.tiles import (
-    GROUP,
     Tiles,
+    in_waves,
     launch,
     load_tile,
     num_programs,
     part_of_k,
-    reduce_splits,
     split_k,
     store_tile,
     tile_of,
-    workspace,
 )
 from minivllm.triton_env import INTERPRET, tl, triton
 
@@ -62,7 +60,7 @@ def choose_tiles(m: int, n: int, k: int, element_size: int, device: torch.device
 @triton.jit
 def _gemm_kernel(
     a, b, out, M, N, K, a_row, b_row, out_row, k_steps, num_programs,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, HALVES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     GROUP: tl.constexpr, DESCRIPTOR: tl.constexpr,
 ):  # fmt: skip
     num_m = tl.cdiv(M, BLOCK_M)
@@ -79,13 +77,7 @@ def _gemm_kernel(
             x = load_tile(a, row, step * BLOCK_K, M, K, a_row, BLOCK_M, BLOCK_K, DESCRIPTOR)
             y = load_tile(b, column, step * BLOCK_K, N, K, b_row, BLOCK_N, BLOCK_K, DESCRIPTOR)
             acc = dot(x, y.T, acc)
-        part = out + split.to(tl.int64) * M * N
-        if HALVES == 2:
-            left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
-            store_tile(part, left, row, column, M, N, out_row, BLOCK_M, BLOCK_N // 2)
-            store_tile(part, right, row, column + BLOCK_N // 2, M, N, out_row, BLOCK_M, BLOCK_N // 2)
-        else:
-            store_tile(part, acc, row, column, M, N, out_row, BLOCK_M, BLOCK_N)
+        store_tile(out + split.to(tl.int64) * M * N, acc, row, column, M, N, out_row, BLOCK_M, BLOCK_N)
 
 
 def gemm_bf16(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, tiles: Tiles | None = None) -> Tensor:
@@ -102,13 +94,13 @@ def gemm_bf16(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, tiles:
     out = torch.empty(m, n, dtype=out_dtype or a.dtype, device=a.device)
     if m == 0 or n == 0 or k == 0:
         return out.zero_()
-    tiles = tiles or choose_tiles(m, n, k, a.element_size(), a.device)
-    parts = workspace(out, tiles.splits)
-    k_steps = triton.cdiv(triton.cdiv(k, tiles.block_k), tiles.splits)
-    programs = min(num_programs(a.device), tiles.count(m, n) * tiles.splits)
-    launch(
-        _gemm_kernel, programs, a, b, (parts,), (m, n, k, a.stride(0), b.stride(0), n, k_steps, programs), tiles,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, SPLITS=tiles.splits, HALVES=tiles.halves,
-        GROUP=GROUP,
-    )  # fmt: skip
-    return out if parts is out else reduce_splits(parts, out)
+
+    def product(rows: slice, tiles: Tiles) -> None:
+        launch(_gemm_kernel, a[rows], b, (), out[rows], tiles)
+
+    if tiles is None:
+        tiles = choose_tiles(m, n, k, a.element_size(), a.device)
+        in_waves(product, tiles, SQUARE if tiles == WIDE else tiles, m, n, k, a.device)
+    else:
+        product(slice(0, m), tiles)
+    return out
