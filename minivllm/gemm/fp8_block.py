@@ -69,11 +69,10 @@ def scaled_dot(acc, x, y, sa, sb):
 
 
 @triton.jit
-def _load_scales(sa_at, sb_at, step, end, sa_step, sb_step, is_row):
-    """sa [M] and the number sb of one step; from `end` on, sa is zero."""
-    sa = tl.load(sa_at + step * sa_step, mask=is_row & (step < end), other=0.0)
-    sb = tl.load(sb_at + tl.minimum(step, end - 1) * sb_step)
-    return sa, sb
+def _load_scales(sa_at, sb_at, step, end, sa_step, sb_step):
+    """sa [M] and the number sb of one step; past the end, the last step's."""
+    step = tl.minimum(step, end - 1)
+    return tl.load(sa_at + step * sa_step), tl.load(sb_at + step * sb_step)
 
 
 @triton.jit
@@ -90,24 +89,23 @@ def _fp8_block_kernel(
         tile_m, tile_n = tile_of(index % num_tiles, num_m, num_n, GROUP)
         row = tile_m * BLOCK_M
         column = tile_n * BLOCK_N
-        rows = row + tl.arange(0, BLOCK_M)
-        is_row = rows < M
+        rows = tl.minimum(row + tl.arange(0, BLOCK_M), M - 1)
         sa_at = a_scale + rows.to(tl.int64) * sa_row
         sb_at = b_scale + column // BLOCK_K * sb_row
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         lo, hi = part_of_k(split, k_steps, tl.cdiv(K, BLOCK_K), SPLITS)
-        sa0, sb0 = _load_scales(sa_at, sb_at, lo, hi, sa_step, sb_step, is_row)
-        sa1, sb1 = _load_scales(sa_at, sb_at, lo + 1, hi, sa_step, sb_step, is_row)
+        sa0, sb0 = _load_scales(sa_at, sb_at, lo, hi, sa_step, sb_step)
+        sa1, sb1 = _load_scales(sa_at, sb_at, lo + 1, hi, sa_step, sb_step)
         for step in tl.range(lo, hi, 2):
-            sa2, sb2 = _load_scales(sa_at, sb_at, step + 2, hi, sa_step, sb_step, is_row)
-            sa3, sb3 = _load_scales(sa_at, sb_at, step + 3, hi, sa_step, sb_step, is_row)
+            sa2, sb2 = _load_scales(sa_at, sb_at, step + 2, hi, sa_step, sb_step)
+            sa3, sb3 = _load_scales(sa_at, sb_at, step + 3, hi, sa_step, sb_step)
             k = step * BLOCK_K
             x0 = load_tile(a, row, k, M, K, a_row, BLOCK_M, BLOCK_K, DESCRIPTOR)
             y0 = load_tile(b, column, k, N, K, b_row, BLOCK_N, BLOCK_K, DESCRIPTOR)
             x1 = load_tile(a, row, k + BLOCK_K, M, K, a_row, BLOCK_M, BLOCK_K, DESCRIPTOR)
             y1 = load_tile(b, column, k + BLOCK_K, N, K, b_row, BLOCK_N, BLOCK_K, DESCRIPTOR)
             acc = scaled_dot(acc, x0, y0, sa0, sb0)
-            acc = scaled_dot(acc, x1, y1, sa1, sb1)  # past the end of an odd number of steps: times zero
+            acc = scaled_dot(acc, x1, y1, sa1, sb1)  # past the end of K these are zeros
             sa0, sb0, sa1, sb1 = sa2, sb2, sa3, sb3
         store_tile(out + split.to(tl.int64) * M * N, acc, row, column, M, N, out_row, BLOCK_M, BLOCK_N)
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minivllm.attention.checks import FLOATS, cdiv, check_tensor, fail
+from minivllm.attention.checks import FLOATS, cdiv, check_tensor, fail, next_power_of_2
 from minivllm.attention.common import dot, round_to
 from minivllm.gemm.fp8_block import check_block_scaled_k, scaled_dot
 from minivllm.gemm.quantize import BLOCK, FP8
@@ -42,9 +42,9 @@ class GroupedTiles(NamedTuple):
 
 # By rows of a tile, for the gated and the plain product of 16-bit floats, and of block-scaled fp8.
 TILES = {
-    16: (GroupedTiles(16, 64, 128, 4, 3), GroupedTiles(16, 64, 256, 4, 3)),
-    32: (GroupedTiles(32, 64, 64, 4, 4), GroupedTiles(32, 128, 64, 4, 4)),
-    64: (GroupedTiles(64, 64, 64, 4, 4), GroupedTiles(64, 128, 64, 4, 3)),
+    16: (GroupedTiles(16, 64, 128, 4, 4), GroupedTiles(16, 64, 128, 4, 3)),
+    32: (GroupedTiles(32, 64, 128, 4, 3), GroupedTiles(32, 128, 128, 4, 3)),
+    64: (GroupedTiles(64, 64, 64, 4, 3), GroupedTiles(64, 128, 64, 4, 3)),
     128: (GroupedTiles(128, 128, 64, 8, 4), GroupedTiles(128, 256, 64, 8, 3)),
 }
 FP8_TILES = {
@@ -58,11 +58,14 @@ _DESCRIPTOR_ROWS = 64
 
 
 def choose_block_m(num_pairs: int, num_experts: int) -> int:
-    """Rows of a tile, for experts that share the pairs evenly: little padding, but full tiles where there is work."""
+    """Rows of a tile: about twice an expert's even share of the pairs.
+
+    Then nearly every expert has one tile, and its weights, which are most of what is read, are read once. Up to 128:
+    an expert with more has full tiles.
+    """
     if INTERPRET.value:
         return 16
-    share = num_pairs / num_experts
-    return 16 if share <= 16 else 32 if share <= 32 else 64 if share <= 128 else 128
+    return min(max(next_power_of_2(cdiv(2 * num_pairs, num_experts)), 16), 128)
 
 
 def choose_tiles(block_m: int, dtype: torch.dtype, gated: bool) -> GroupedTiles:
@@ -89,7 +92,7 @@ def _load_weights(b, expert, column, step, N, K, b_expert, b_row, BLOCK_N: tl.co
 @triton.jit
 def _grouped_kernel(
     a, b, out, weights, a_scale, b_scale, pairs, expert_of_tile,
-    num_pairs, N, K, half, a_row, b_expert, b_row, out_row, sa_row, sa_step, sb_expert, sb_row, sb_step,
+    num_pairs, num_experts, N, K, half, a_row, b_expert, b_row, out_row, sa_row, sa_step, sb_expert, sb_row, sb_step,
     ROWS_A_TOKEN: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr, SCALED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     DESCRIPTOR: tl.constexpr,
@@ -100,9 +103,12 @@ def _grouped_kernel(
     num_n = tl.cdiv(width, BLOCK_N)
     tile, column = tile_of(tl.program_id(0), tl.num_programs(0) // num_n, num_n, GROUP)
     column *= BLOCK_N
-    expert = tl.load(expert_of_tile + tile)
-    if expert >= 0:
-        pair = tl.load(pairs + tile * BLOCK_M + tl.arange(0, BLOCK_M))
+    expert = tl.load(expert_of_tile + tile).to(tl.int32)
+    if (expert >= 0) & (expert < num_experts):
+        if pairs is None:  # a pair is a tile
+            pair = tl.where(tl.arange(0, BLOCK_M) == 0, tile, num_pairs)
+        else:
+            pair = tl.load(pairs + tile * BLOCK_M + tl.arange(0, BLOCK_M))
         is_live = pair < num_pairs
         row = (pair // ROWS_A_TOKEN).to(tl.int64)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -143,7 +149,7 @@ def _grouped_kernel(
 def grouped_gemm(
     a: Tensor,
     b: Tensor,
-    pairs: Tensor,
+    pairs: Tensor | None,
     expert_of_tile: Tensor,
     num_pairs: int,
     rows_a_token: int = 1,
@@ -156,9 +162,10 @@ def grouped_gemm(
 ) -> Tensor:
     """a [R, K], b [E, N, K] -> out [num_pairs, N], or [num_pairs, N / 2] if gated, in the order of the pairs.
 
-    pairs [tiles * block_m] and expert_of_tile [tiles] int32 as `align_and_sort` gives them, R at least num_pairs /
-    rows_a_token; weights [num_pairs] float32. For fp8: a_scale [R, K / 128], b_scale [E, ceil(N / 128), K / 128],
-    float32. Pairs that are in no tile are left unwritten. Raises ValueError for a wrong shape, dtype, device or stride.
+    pairs [tiles * block_m] and expert_of_tile [tiles] as `align_and_sort` gives them, or None and the expert of each
+    pair, which then is a tile of its own; R at least num_pairs / rows_a_token; weights [num_pairs] float32. For fp8:
+    a_scale [R, K / 128], b_scale [E, ceil(N / 128), K / 128], float32. Pairs that are in no tile are left unwritten.
+    Raises ValueError for a wrong shape, dtype, device or stride.
     """
     scaled = a.dtype == FP8
     check_tensor("a", a, 2, (*FLOATS, FP8), a.device)
@@ -186,12 +193,13 @@ def grouped_gemm(
     num_tiles = expert_of_tile.numel()
     if num_tiles == 0 or half == 0:
         return out
-    tiles = tiles or choose_tiles(pairs.numel() // num_tiles, a.dtype, gated)
-    if tiles.block_m * num_tiles != pairs.numel():
+    block_m = min(TILES) if pairs is None else pairs.numel() // num_tiles
+    tiles = tiles or choose_tiles(block_m, a.dtype, gated)
+    if pairs is not None and tiles.block_m * num_tiles != pairs.numel():
         fail("pairs", f"{num_tiles} tiles of {tiles.block_m} rows", pairs.numel())
     grid = (num_tiles * cdiv(half, tiles.block_n), 1, 1)
     scales = (*(a_scale.stride() if scaled else (0, 0)), *(b_scale.stride() if scaled else (0, 0, 0)))
-    numbers = (num_pairs, n, k, half, a.stride(0), b.stride(0), b.stride(1), half, *scales)
+    numbers = (num_pairs, num_experts, n, k, half, a.stride(0), b.stride(0), b.stride(1), half, *scales)
     others = (out, weights, a_scale, b_scale, pairs, expert_of_tile)
     constexprs = {
         "ROWS_A_TOKEN": rows_a_token, "GATED": gated, "WEIGHTED": weights is not None, "SCALED": scaled,

@@ -7,8 +7,8 @@ expert come before each; and a pair's place follows from
 
     first row of its expert + the expert's pairs in chunks before + its pairs before it in this chunk
 
-    one chunk (a decode step):   _place_kernel alone
-    several:                     _count_kernel, _prefix_kernel, _place_kernel
+    few chunks (a decode step):   _place_kernel alone, which counts all of them itself
+    many:                         _count_kernel, _prefix_kernel, _place_kernel
 
 No kernel waits for another but by being launched after it, none adds atomically, and the host learns nothing: the
 order is that of the reference, and repeats. Padding rows hold the sentinel T * top_k, tiles past the last expert -1.
@@ -23,20 +23,21 @@ from minivllm.triton_env import tl, triton
 from minivllm.triton_launch import launch_kernel
 
 _CHUNK = 128
+_FEW_CHUNKS = 8
 _EXPERTS_A_PROGRAM = 16
 
 
 @triton.jit
-def _load_chunk(ids, num_pairs, NUM_EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
+def _load_chunk(ids, chunk, num_pairs, NUM_EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
     """The chunk's pairs and their experts; -1 past the end and for experts that are not here."""
-    pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    pair = chunk * CHUNK + tl.arange(0, CHUNK)
     expert = tl.load(ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
     return pair, tl.where((expert >= 0) & (expert < NUM_EXPERTS), expert, -1)
 
 
 @triton.jit
 def _count_kernel(ids, counts, num_pairs, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr):
-    _, expert = _load_chunk(ids, num_pairs, NUM_EXPERTS, CHUNK)
+    _, expert = _load_chunk(ids, tl.program_id(0), num_pairs, NUM_EXPERTS, CHUNK)
     column = tl.arange(0, BLOCK_E)
     count = tl.sum((expert[:, None] == column[None, :]).to(tl.int32), 0)
     tl.store(counts + tl.program_id(0) * NUM_EXPERTS + column, count, mask=column < NUM_EXPERTS)
@@ -61,17 +62,22 @@ def _prefix_kernel(counts, totals, num_chunks, NUM_EXPERTS: tl.constexpr, BLOCK_
 def _place_kernel(
     ids, counts, totals, pairs, expert_of_tile, num_pairs, num_tiles, tiles_a_program,
     NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    ONE_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    pair, expert = _load_chunk(ids, num_pairs, NUM_EXPERTS, CHUNK)
+    this = tl.program_id(0)
+    pair, expert = _load_chunk(ids, this, num_pairs, NUM_EXPERTS, CHUNK)
     column = tl.arange(0, BLOCK_E)
     is_mine = expert[:, None] == column[None, :]
-    if ONE_CHUNK:
-        total = tl.sum(is_mine.to(tl.int32), 0)
+    if counts is None:
+        total = tl.zeros([BLOCK_E], tl.int32)
         before = tl.zeros([BLOCK_E], tl.int32)
+        for chunk in tl.range(0, tl.num_programs(0)):
+            _, other = _load_chunk(ids, chunk, num_pairs, NUM_EXPERTS, CHUNK)
+            count = tl.sum((other[:, None] == column[None, :]).to(tl.int32), 0)
+            total += count
+            before += tl.where(chunk < this, count, 0)
     else:
         total = tl.load(totals + column, mask=column < NUM_EXPERTS, other=0)
-        at = counts + tl.program_id(0) * NUM_EXPERTS + column
+        at = counts + this * NUM_EXPERTS + column
         before = tl.load(at, mask=column < NUM_EXPERTS, other=0)
     tiles = (total + TILE - 1) // TILE
     end = tl.cumsum(tiles, 0)
@@ -85,7 +91,7 @@ def _place_kernel(
 
     # This program's share of the tiles: whose they are, and what pads them.
     own = tl.arange(0, TILES)
-    tile = tl.program_id(0) * tiles_a_program + own
+    tile = this * tiles_a_program + own
     is_live = (own < tiles_a_program) & (tile < num_tiles)
     owner = tl.sum(((end[None, :] <= tile[:, None]) & (column < NUM_EXPERTS)[None, :]).to(tl.int32), 1)
     tl.store(expert_of_tile + tile, tl.where(owner == NUM_EXPERTS, -1, owner), mask=is_live)
@@ -113,7 +119,7 @@ def align_and_sort(ids: Tensor, num_experts: int, tile: int) -> tuple[Tensor, Te
     ids = ids.contiguous()
     num_chunks, block_e = cdiv(num_pairs, _CHUNK), next_power_of_2(num_experts)
     counts = totals = None
-    if num_chunks > 1:
+    if num_chunks > _FEW_CHUNKS:
         counts = torch.empty(num_chunks, num_experts, dtype=torch.int32, device=ids.device)
         totals = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
         launch_kernel(
@@ -128,6 +134,6 @@ def align_and_sort(ids: Tensor, num_experts: int, tile: int) -> tuple[Tensor, Te
     launch_kernel(
         _place_kernel, (num_chunks, 1, 1), (ids, counts, totals, pairs, expert_of_tile),
         (num_pairs, num_tiles, tiles_a_program), NUM_EXPERTS=num_experts, BLOCK_E=block_e, CHUNK=_CHUNK, TILE=tile,
-        TILES=next_power_of_2(tiles_a_program), ONE_CHUNK=num_chunks == 1,
+        TILES=next_power_of_2(tiles_a_program),
     )  # fmt: skip
     return pairs, expert_of_tile

@@ -71,8 +71,14 @@ def fused_experts(
     num_pairs, num_experts = ids.numel(), len(gate_up)
     if num_in_all:
         ids = ids.contiguous()
-    block_m = block_m or choose_block_m(num_pairs, num_in_all or num_experts)
-    sorted_pairs = align_and_sort(ids, num_experts, block_m)
+    if num_tokens == 1 and block_m is None:
+        sorted_pairs = (
+            None,
+            ids.flatten(),
+        )  # its experts are distinct: each pair is a tile, and there is nothing to sort
+    else:
+        block_m = block_m or choose_block_m(num_pairs, num_in_all or num_experts)
+        sorted_pairs = align_and_sort(ids, num_experts, block_m)
     x, x_scale = quantize_activations(x, "fp8_block") if gate_up.dtype == FP8 else (x, None)
     h = grouped_gemm(
         x, gate_up, *sorted_pairs, num_pairs, rows_a_token=top_k, gated=True, a_scale=x_scale, b_scale=gate_up_scale,
