@@ -219,6 +219,7 @@ def _add_products(
     parser = commands.add_parser(name, help=what)
     parser.set_defaults(run=_bench_products, benchmark=name)
     parser.add_argument("--family", choices=families, help="default: all of them")
+    parser.add_argument("--remark", help="what a reader of the result file should know of this run, such as of a peer")
     parser.add_argument("--json", metavar="OUT", help="write a result file")
 
 

@@ -85,10 +85,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, print a line for each backend and shape, write the result file; 1 without a GPU."""
     families = [arguments.family] if arguments.family else FAMILIES
     cases = [lambda f=family, s=shape: gemm_case(f, *s) for family in families for shape in SHAPES]
-    return run_cases("gemm", arguments.family or "all", cases, arguments.json)
+    return run_cases("gemm", cases, arguments)
 
 
-def run_cases(benchmark: str, family: str, cases: list[Callable[[], Case]], out: str | None) -> int:
+def run_cases(benchmark: str, cases: list[Callable[[], Case]], arguments: argparse.Namespace) -> int:
     """What `bench gemm` and `bench moe` share: ceilings, cases one after the other, the result file."""
     if INTERPRET.value or not torch.cuda.is_available():
         print(f"bench {benchmark}: needs a GPU: interpreted kernels have no speed worth measuring", file=sys.stderr)
@@ -100,6 +100,8 @@ def run_cases(benchmark: str, family: str, cases: list[Callable[[], Case]], out:
     ceilings = measure_ceilings()
     print("ceilings: " + ", ".join(f"{value:.0f} {unit}" for unit, value in ceilings.items()))
     measurements: list[Measurement] = [m for build in cases for m in measure(build(), ceilings)]
-    if out:
-        ResultFile.record(f"{benchmark}_{family}", "cuda", measurements, code, extra={"ceilings": ceilings}).save(out)
+    if arguments.json:
+        extra = {"ceilings": ceilings} | ({"remark": arguments.remark} if arguments.remark else {})
+        name = f"{benchmark}_{arguments.family or 'all'}"
+        ResultFile.record(name, "cuda", measurements, code, extra=extra).save(arguments.json)
     return 0

@@ -13,6 +13,7 @@ installed, or that refuses a shape, is not in the run; nothing here is a depende
 
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -23,12 +24,13 @@ Calls = dict[str, Callable[[], Tensor]]
 
 
 def vllm_function(module: str, name: str) -> Callable | None:
-    """A function of an installed vLLM; None if vLLM, or the function in that version, is not there."""
+    """A function of an installed vLLM; None if vLLM is not there, or, with a warning that says why, cannot give it."""
     if importlib.util.find_spec("vllm") is None:
         return None
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError):
+    except (ImportError, AttributeError) as error:
+        warnings.warn(f"{module}.{name} is not in this run: {type(error).__name__}: {error}", stacklevel=2)
         return None
 
 

@@ -109,4 +109,4 @@ def run(arguments: argparse.Namespace) -> int:
         for shape, counts in SHAPES.items()
         for num_tokens in counts
     ]
-    return run_cases("moe", arguments.family or "all", cases, arguments.json)
+    return run_cases("moe", cases, arguments)

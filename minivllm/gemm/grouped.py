@@ -42,7 +42,7 @@ class GroupedTiles(NamedTuple):
 
 # By rows of a tile, for the gated and the plain product of 16-bit floats, and of block-scaled fp8.
 TILES = {
-    16: (GroupedTiles(16, 64, 128, 4, 4), GroupedTiles(16, 64, 128, 4, 3)),
+    16: (GroupedTiles(16, 32, 128, 4, 5), GroupedTiles(16, 64, 128, 4, 3)),
     32: (GroupedTiles(32, 64, 128, 4, 3), GroupedTiles(32, 128, 128, 4, 3)),
     64: (GroupedTiles(64, 64, 64, 4, 3), GroupedTiles(64, 128, 64, 4, 3)),
     128: (GroupedTiles(128, 128, 64, 8, 4), GroupedTiles(128, 256, 64, 8, 3)),
@@ -90,6 +90,15 @@ def _load_weights(b, expert, column, step, N, K, b_expert, b_row, BLOCK_N: tl.co
 
 
 @triton.jit
+def _load_scales(sa_at, sb_at, sb_up_at, step, sa_step, sb_step, GATED: tl.constexpr):
+    """sa [BLOCK_M], sb a number, and for the up columns [BLOCK_N] of one step."""
+    sa = tl.load(sa_at + step * sa_step)
+    sb = tl.load(sb_at + step * sb_step)
+    sb_up = tl.load(sb_up_at + step * sb_step) if GATED else sb
+    return sa, sb, sb_up
+
+
+@triton.jit
 def _grouped_kernel(
     a, b, out, weights, a_scale, b_scale, pairs, expert_of_tile,
     num_pairs, num_experts, N, K, half, a_row, b_expert, b_row, out_row, sa_row, sa_step, sb_expert, sb_row, sb_step,
@@ -113,29 +122,31 @@ def _grouped_kernel(
         row = (pair // ROWS_A_TOKEN).to(tl.int64)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        num_steps = tl.cdiv(K, BLOCK_K)
         if SCALED:
+            # Rows of padding read the first token's scales. Where the border of gate and up lies inside of a block,
+            # columns of one tile have different scales.
+            sa_at = a_scale + tl.where(is_live, row, 0) * sa_row
             sb_at = b_scale + expert.to(tl.int64) * sb_expert
-            sb_gate = sb_at + column // BLOCK_K * sb_row
-            # Where the border of gate and up lies inside of a block, columns of one tile have different scales.
-            sb_up = sb_at + (half + column + tl.arange(0, BLOCK_N)) // BLOCK_K * sb_row
-            up_live = column + tl.arange(0, BLOCK_N) < half
-        for step in tl.range(0, tl.cdiv(K, BLOCK_K)):
+            up_row = tl.minimum(half + column + tl.arange(0, BLOCK_N), N - 1) // BLOCK_K
+            sb_up_at = sb_at + up_row * sb_row
+            sb_at += column // BLOCK_K * sb_row
+            sa, sb, sb_up = _load_scales(sa_at, sb_at, sb_up_at, 0, sa_step, sb_step, GATED)
+        for step in tl.range(0, num_steps):
+            if SCALED:  # a step ahead, as in fp8_block.py
+                after = tl.minimum(step + 1, num_steps - 1)
+                sa_next, sb_next, sb_up_next = _load_scales(sa_at, sb_at, sb_up_at, after, sa_step, sb_step, GATED)
             k = step * BLOCK_K + tl.arange(0, BLOCK_K)
             live = is_live[:, None] & (k < K)[None, :]
             x = tl.load(a + row[:, None] * a_row + k[None, :], mask=live, other=0.0)
             y = _load_weights(b, expert, column, step * BLOCK_K, N, K, b_expert, b_row, BLOCK_N, BLOCK_K, DESCRIPTOR)
-            if SCALED:
-                sa = tl.load(a_scale + row * sa_row + step * sa_step, mask=is_live, other=0.0)
-                acc = scaled_dot(acc, x, y, sa, tl.load(sb_gate + step * sb_step))
-            else:
-                acc = dot(x, y.T, acc)
+            acc = scaled_dot(acc, x, y, sa, sb) if SCALED else dot(x, y.T, acc)
             if GATED:
                 up = half + column
                 y = _load_weights(b, expert, up, step * BLOCK_K, N, K, b_expert, b_row, BLOCK_N, BLOCK_K, DESCRIPTOR)
-                if SCALED:
-                    acc_up = scaled_dot(acc_up, x, y, sa, tl.load(sb_up + step * sb_step, up_live, 0.0)[None, :])
-                else:
-                    acc_up = dot(x, y.T, acc_up)
+                acc_up = scaled_dot(acc_up, x, y, sa, sb_up[None, :]) if SCALED else dot(x, y.T, acc_up)
+            if SCALED:
+                sa, sb, sb_up = sa_next, sb_next, sb_up_next
         if GATED:
             acc = acc / (1.0 + tl.exp(-acc)) * acc_up
         if WEIGHTED:

@@ -84,6 +84,9 @@ def _quantize(x: torch.Tensor, format: str, weight: torch.Tensor, scale: torch.T
 def quantize_model(model: nn.Module, quantization: str | None, gemm_backend: str) -> list[str]:
     """Tells linear layers and experts what to become when they are finalized; returns the names of those that stay.
 
+    MTP layers are models of their own (models/deepseek_mtp.py), and absorbed projections come from the whole weights:
+    both stay in floating point and are not in the list.
+
     quantization: a key of FORMATS, or None. Raises ValueError for another one, for an unknown backend, and for
     fp8_block where it serves a layer but not a rank's part of it.
     """

@@ -1,10 +1,12 @@
 """The benchmarks of products and experts: what they refuse, and on a GPU what one small case yields."""
 
+import argparse
+
 import pytest
 import torch
 
 from minivllm import cli
-from minivllm.bench import gemm, kernels, moe
+from minivllm.bench import gemm, kernel_peers, kernels, moe, result_file
 from minivllm.moe.experts import experts_by_loop
 
 
@@ -13,6 +15,27 @@ def test_without_a_gpu_it_says_so_and_measures_nothing(benchmark, monkeypatch, c
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["bench", benchmark]) == 1
     assert f"bench {benchmark}: needs a GPU" in capsys.readouterr().err
+
+
+def test_a_peer_that_cannot_be_loaded_says_why(tmp_path, monkeypatch):
+    package = tmp_path / "vllm"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "broken.py").write_text("import a_library_that_is_missing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.warns(UserWarning, match="vllm.broken.attend is not in this run: .*a_library_that_is_missing"):
+        assert kernel_peers.vllm_function("vllm.broken", "attend") is None
+    with pytest.warns(UserWarning, match="no attribute 'fused'"):
+        assert kernel_peers.vllm_function("vllm", "fused") is None
+
+
+@pytest.mark.gpu
+def test_a_result_file_holds_the_ceilings_and_the_remark(tmp_path):
+    path = tmp_path / "out.json"
+    arguments = argparse.Namespace(family="bf16", remark="a peer without its own activation", json=str(path))
+    assert gemm.run_cases("gemm", [lambda: gemm.gemm_case("bf16", 48, 256, 512)], arguments) == 0
+    found = result_file.load(path)
+    assert found.extra["remark"] == "a peer without its own activation" and found.extra["ceilings"]["TFLOP/s"] > 0
 
 
 def test_the_oracle_of_experts_is_the_formula():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from minivllm.gemm import dispatch, fp8_block, int8, triton_bf16
+from minivllm.gemm import tiles as tiles_module
 from minivllm.gemm.dispatch import gemm
 from minivllm.gemm.quantize import (
     FP8,
@@ -14,7 +15,7 @@ from minivllm.gemm.quantize import (
     quantize_per_tensor,
     quantize_per_token,
 )
-from minivllm.gemm.tiles import Tiles
+from minivllm.gemm.tiles import Tiles, rows_of_whole_waves
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
@@ -112,6 +113,46 @@ def test_every_tile_of_the_tables_is_right(format, tiles, splits):
         arguments, wanted = operands(format, m, n, k)
         kernel = fp8_block.gemm_fp8_block if format == "fp8_block" else int8.gemm_row_scaled
         got = kernel(*arguments, torch.float32, tiles)
+    assert error(got, wanted) < (1e-3 if DEVICE == "cuda" and format == "fp8_block" else 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "rows"),
+    [
+        (4096, 2112, 29 * 128),  # 288 tiles of 128 x 256: two waves of 132, and 24; a row of tiles is 9
+        (4096, 7168, 4096),  # 896: six waves, and 104, which is more than half of one
+        (8192, 8192, 8192),  # 2048: fifteen, and 68
+        (4096, 256, 4096),  # 32: no whole wave
+        (128, 34048, 128),  # one row of 133 tiles
+        (132 * 128, 256, 132 * 128),  # exactly one wave
+        (133 * 128, 256, 132 * 128),
+        (133 * 128 - 1, 256, 132 * 128),
+    ],
+)
+def test_rows_that_fill_no_whole_wave_are_left_over(m, n, rows):
+    assert rows_of_whole_waves(Tiles(128, 256, 64, 8, 3), m, n, 132) == rows
+
+
+@pytest.mark.parametrize("format", ["bfloat16", "fp8_block", "int8"])
+def test_a_product_in_two_pieces_is_the_product(format, monkeypatch):
+    """Three rows of tiles, of which one is left over where two make a wave; and its K is in several parts."""
+    module = {"bfloat16": triton_bf16, "fp8_block": fp8_block, "int8": int8}[format]
+    tiles = Tiles(64, 64, 128, 4, 2)
+    monkeypatch.setattr(module, "choose_tiles", lambda *_: tiles)
+    launches = []
+    launch = module.launch
+    monkeypatch.setattr(module, "launch", lambda kernel, a, *rest, **more: launches.append((len(a), rest[3].splits)) or
+                        launch(kernel, a, *rest, **more))  # fmt: skip
+    programs = tiles_module.num_programs(torch.device(DEVICE))
+    m, n, k = 64 * (programs + 1) - 3, 60, 1024
+    if format == "bfloat16":
+        a, b = randn(m, k, dtype=torch.bfloat16), randn(n, k, seed=1, dtype=torch.bfloat16)
+        got, wanted = triton_bf16.gemm_bf16(a, b, torch.float32), a.double() @ b.double().T
+    else:
+        arguments, wanted = operands(format, m, n, k)
+        got = (fp8_block.gemm_fp8_block if format == "fp8_block" else int8.gemm_row_scaled)(*arguments, torch.float32)
+    assert [rows for rows, _ in launches] == [61, 64 * programs]
+    assert [splits > 1 for _, splits in launches] == [True, False]
     assert error(got, wanted) < (1e-3 if DEVICE == "cuda" and format == "fp8_block" else 2e-6)
 
 
