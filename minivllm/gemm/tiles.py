@@ -33,7 +33,6 @@ GROUP = 8
 _INTERPRETER_PROGRAMS = 2
 _REDUCE_BLOCK = 1024
 _DESCRIPTOR_ROWS = 64
-_MOST_WAVES = 8
 _DESCRIPTOR_WORK = 2**31
 
 
@@ -74,10 +73,10 @@ def in_waves(product: Callable[[slice, Tiles], None], tiles: Tiles, rest: Tiles,
 
 
 def rows_of_whole_waves(tiles: Tiles, m: int, n: int, programs: int) -> int:
-    """Rows of C whose tiles fill whole waves; m where the last wave is half full, the only one, or one of many."""
-    waves, rest = divmod(tiles.count(m, n), programs)
-    if rest > programs // 2 or waves > _MOST_WAVES:
+    """Rows of C whose tiles fill whole waves; m where the last wave is more than half full, or the only one."""
+    if tiles.count(m, n) % programs > programs // 2:
         return m
+    waves = tiles.count(m, n) // programs
     return min(waves * programs // cdiv(n, tiles.block_n) * tiles.block_m, m) or m
 
 

@@ -24,7 +24,6 @@ from minivllm.gemm.tiles import (
     load_tile,
     num_programs,
     part_of_k,
-    rows_of_whole_waves,
     split_k,
     store_tile,
     tile_of,
@@ -39,7 +38,6 @@ SMALL_TILES = {
     128: Tiles(128, 128, 128, 8, 3),
 }
 WIDE = Tiles(128, 256, 64, 8, 3)
-TALL = Tiles(256, 128, 64, 8, 3)
 SQUARE = Tiles(128, 128, 64, 4, 5)
 FLOAT32_TILES = Tiles(32, 32, 32, 4, 2)
 INTERPRETER_TILES = Tiles(32, 32, 64, 4, 1)
@@ -54,10 +52,9 @@ def choose_tiles(m: int, n: int, k: int, element_size: int, device: torch.device
     for most_rows, tiles in SMALL_TILES.items():
         if m <= most_rows:
             return split_k(tiles, m, n, k, device)
-    if WIDE.count(m, n) < num_programs(device):
-        return split_k(SQUARE, m, n, k, device)
-    # Both are as fast while the GPU is full; what counts is how much they leave for the end (tiles.py).
-    return max(WIDE, TALL, key=lambda tiles: rows_of_whole_waves(tiles, m, n, num_programs(device)))
+    if WIDE.count(m, n) >= num_programs(device):
+        return WIDE
+    return split_k(SQUARE, m, n, k, device)
 
 
 @triton.jit
@@ -103,7 +100,7 @@ def gemm_bf16(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, tiles:
 
     if tiles is None:
         tiles = choose_tiles(m, n, k, a.element_size(), a.device)
-        in_waves(product, tiles, SQUARE if tiles in (WIDE, TALL) else tiles, m, n, k, a.device)
+        in_waves(product, tiles, SQUARE if tiles == WIDE else tiles, m, n, k, a.device)
     else:
         product(slice(0, m), tiles)
     return out

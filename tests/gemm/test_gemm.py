@@ -92,11 +92,7 @@ def test_int8_serves_any_k_and_is_exact_before_its_scales(k):
 
 
 TABLES = [
-    (
-        triton_bf16,
-        [*triton_bf16.SMALL_TILES.values(), triton_bf16.WIDE, triton_bf16.TALL, triton_bf16.SQUARE],
-        "bfloat16",
-    ),
+    (triton_bf16, [*triton_bf16.SMALL_TILES.values(), triton_bf16.WIDE, triton_bf16.SQUARE], "bfloat16"),
     (fp8_block, [*fp8_block.SMALL_TILES.values(), fp8_block.SQUARE], "fp8_block"),
     (int8, [*int8.SMALL_TILES.values(), int8.WIDE, int8.SQUARE], "int8"),
 ]
@@ -126,7 +122,6 @@ def test_every_tile_of_the_tables_is_right(format, tiles, splits):
         (4096, 2112, 29 * 128),  # 288 tiles of 128 x 256: two waves of 132, and 24; a row of tiles is 9
         (4096, 7168, 4096),  # 896: six waves, and 104, which is more than half of one
         (8192, 8192, 8192),  # 2048: fifteen, and 68
-        (4096, 128256, 4096),  # 16032: one more wave after 121 is no matter
         (4096, 256, 4096),  # 32: no whole wave
         (128, 34048, 128),  # one row of 133 tiles
         (132 * 128, 256, 132 * 128),  # exactly one wave
@@ -136,13 +131,6 @@ def test_every_tile_of_the_tables_is_right(format, tiles, splits):
 )
 def test_rows_that_fill_no_whole_wave_are_left_over(m, n, rows):
     assert rows_of_whole_waves(Tiles(128, 256, 64, 8, 3), m, n, 132) == rows
-
-
-def test_of_two_tiles_that_one_is_taken_that_leaves_less_over(monkeypatch):
-    monkeypatch.setattr(triton_bf16.INTERPRET, "value", False)
-    monkeypatch.setattr(triton_bf16, "num_programs", lambda _: 132)
-    chosen = [triton_bf16.choose_tiles(4096, n, 4096, 2, torch.device("cuda")) for n in (2112, 7168)]
-    assert chosen == [triton_bf16.TALL, triton_bf16.WIDE]
 
 
 @pytest.mark.parametrize("format", ["bfloat16", "fp8_block", "int8"])
