@@ -135,7 +135,7 @@ def test_rows_that_fill_no_whole_wave_are_left_over(m, n, rows):
 
 @pytest.mark.parametrize("format", ["bfloat16", "fp8_block", "int8"])
 def test_a_product_in_two_pieces_is_the_product(format, monkeypatch):
-    """Three rows of tiles, of which one is left over where two make a wave; and its K is in several parts."""
+    """One row of tiles more than a wave has: it is a product of its own, and its K is in several parts."""
     module = {"bfloat16": triton_bf16, "fp8_block": fp8_block, "int8": int8}[format]
     tiles = Tiles(64, 64, 128, 4, 2)
     monkeypatch.setattr(module, "choose_tiles", lambda *_: tiles)
